@@ -1,0 +1,1 @@
+"""DSec: sandboxes for training and evaluating agents."""

@@ -1,0 +1,1 @@
+"""What a sandbox runs on: one narrow seam, several implementations."""

@@ -1,0 +1,1 @@
+"""Container sandboxes: namespaces, overlay on EROFS, cgroups, aether."""

@@ -1,0 +1,1 @@
+"""Pure code: no I/O, no clock, no kernel."""

@@ -1,0 +1,1 @@
+"""The edge: admission, lifecycle, operations and recovery on one node."""

@@ -1,0 +1,1 @@
+"""Environment layers: EROFS images, their store and their mounts."""

@@ -1,0 +1,1 @@
+"""The kernel in Python: one thin wrapper per system call."""
