@@ -1,0 +1,281 @@
+"""What is said to an edge over the Bus: subject `edge.<edge id>.<verb>`, one request struct per verb.
+
+| verb | request | answer |
+| --- | --- | --- |
+| create | CreateSandbox | SandboxInfo, when it runs |
+| get | SandboxId | SandboxInfo |
+| list | ListSandboxes | SandboxPage |
+| stop | StopSandbox | SandboxInfo, when it is gone |
+| operate | Operate | OperationInfo |
+| operation | GetOperation | OperationInfo |
+| operations | SandboxId | OperationPage |
+| signal | SignalOperation | OperationInfo |
+| input | InputOperation | OperationInfo |
+| resize | ResizeOperation | OperationInfo |
+| sandbox_stats | SandboxId | SandboxStats |
+| node | NodeQuery | NodeInfo |
+
+Streams: `edge.<edge id>.attach`, opened with AttachOperation, carries AttachFrames both ways.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from dsec.core.specs import SandboxSpec
+from dsec.wire import aether
+
+State = Literal["creating", "running", "pausing", "paused", "resuming", "stopping", "stopped", "failed"]
+DEFAULT_OUTPUT_LIMIT = 16 << 20
+MAX_OUTPUT_LIMIT = 1 << 30
+
+
+class EdgeMessage(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    pass
+
+
+class ErrorInfo(EdgeMessage):
+    """A DSecError as data."""
+
+    code: str
+    message: str
+    retry: str = "never"
+    details: dict[str, str | int | float | bool | None] = {}
+
+
+class CreateSandbox(EdgeMessage):
+    """Repeating an id with the same spec gives the same sandbox (joins a creation that is under way)."""
+
+    sandbox_id: str
+    spec: SandboxSpec
+    principal: str = ""
+    deadline_s: float = 120.0
+    """From its arrival; past it the creation is undone and DeadlineExceeded raised."""
+
+
+class SandboxId(EdgeMessage):
+    sandbox_id: str
+
+
+class ListSandboxes(EdgeMessage):
+    project: str | None = None
+    task: str | None = None
+    labels: dict[str, str] = {}
+    states: list[str] = []
+    after: str = ""
+    """The last id of the page before."""
+    limit: int = 100
+
+
+class StopSandbox(EdgeMessage):
+    sandbox_id: str
+    reason: str = "requested"
+
+
+class SandboxInfo(EdgeMessage):
+    """A sandbox as its owner sees it. Times are Unix seconds."""
+
+    id: str
+    state: State
+    edge: str
+    backend: str
+    image: str
+    layers: list[str] = []
+    project: str = "default"
+    task: str = ""
+    labels: dict[str, str] = {}
+    created_at: float = 0.0
+    ready_at: float | None = None
+    ended_at: float | None = None
+    last_used_at: float = 0.0
+    ttl_running_stop: int | None = None
+    ttl_max: int | None = None
+    memory_limit_mb: int = 0
+    cpu_cores_limit: float = 0.0
+    reason: str = ""
+    """Why it stopped: requested, ttl_running_stop, ttl_max, server_stopped; or what failed."""
+    error: ErrorInfo | None = None
+    warnings: list[str] = []
+    timings_ms: dict[str, float] = {}
+    """Stages of its creation."""
+
+
+class SandboxPage(EdgeMessage):
+    sandboxes: list[SandboxInfo]
+    next: str = ""
+
+
+class Operate(EdgeMessage):
+    """Start an operation, or join the one of this id. The request carries the op id.
+
+    `stdin`: bytes given whole (commands with stdin, small uploads); the request's `stdin` field must be true for commands.
+    `wait_s`: 0 returns at once with what is known; else waits that long for the end (the operation goes on afterwards).
+    `open_input`: more input follows over attach; otherwise the input ends after `stdin`.
+    """
+
+    sandbox_id: str
+    request: aether.AnyRequest
+    stdin: bytes = b""
+    open_input: bool = False
+    wait_s: float | None = None
+    """None: until it ends."""
+
+
+class GetOperation(EdgeMessage):
+    sandbox_id: str
+    op_id: str
+    wait_s: float | None = 0.0
+    stdout_from: int = 0
+    stderr_from: int = 0
+
+
+class OperationInfo(EdgeMessage):
+    op_id: str
+    sandbox_id: str
+    kind: str
+    state: Literal["running", "ended", "outcome_unknown"]
+    session: str = ""
+    command: str = ""
+    """For people: the start of the command or the path."""
+    started_at: float = 0.0
+    pid: int = 0
+    result: aether.AnyResult | None = None
+    error: ErrorInfo | None = None
+    stdout: bytes = b""
+    """What was kept, from `stdout_from`; of content operations, the content."""
+    stderr: bytes = b""
+    stdout_from: int = 0
+    stderr_from: int = 0
+    stdout_size: int = 0
+    """Bytes kept so far in all."""
+    stderr_size: int = 0
+
+
+class OperationPage(EdgeMessage):
+    operations: list[OperationInfo]
+
+
+class SignalOperation(EdgeMessage):
+    sandbox_id: str
+    op_id: str
+    signal: int = 9
+    tree: bool = True
+
+
+class InputOperation(EdgeMessage):
+    sandbox_id: str
+    op_id: str
+    data: bytes = b""
+    eof: bool = False
+
+
+class ResizeOperation(EdgeMessage):
+    sandbox_id: str
+    op_id: str
+    rows: int
+    columns: int
+
+
+class AttachOperation(EdgeMessage):
+    """Opens a stream on an operation. `start` starts it (or joins it) first, as Operate does."""
+
+    sandbox_id: str
+    op_id: str
+    start: aether.AnyRequest | None = None
+    stdout_from: int = 0
+    stderr_from: int = 0
+    stdin_from: int | None = None
+    """Not None: this stream also sends input, beginning at this offset."""
+
+
+class AttachFrame(msgspec.Struct, frozen=True, tag=True, tag_field="t"):
+    pass
+
+
+class Output(AttachFrame, tag="out"):
+    """To the caller."""
+
+    stream: int
+    """aether.Stream."""
+    offset: int
+    data: bytes
+
+
+class OutputEnd(AttachFrame, tag="eof"):
+    stream: int
+
+
+class OperationEnd(AttachFrame, tag="end"):
+    """The last frame to the caller."""
+
+    operation: OperationInfo
+
+
+class Input(AttachFrame, tag="in"):
+    """To the edge."""
+
+    data: bytes
+
+
+class InputEnd(AttachFrame, tag="in_eof"):
+    pass
+
+
+class Resize(AttachFrame, tag="resize"):
+    rows: int
+    columns: int
+
+
+class Kill(AttachFrame, tag="kill"):
+    signal: int = 9
+    tree: bool = True
+
+
+AnyAttachFrame = Output | OutputEnd | OperationEnd | Input | InputEnd | Resize | Kill
+
+
+class SandboxStats(EdgeMessage):
+    sandbox_id: str
+    memory_bytes: int | None = None
+    memory_peak_bytes: int | None = None
+    cpu_us: int | None = None
+    pids: int | None = None
+    disk_bytes: int | None = None
+    oom_kills: int | None = None
+    operations: int = 0
+    uptime_s: float = 0.0
+
+
+class NodeQuery(EdgeMessage):
+    pass
+
+
+class BackendInfo(EdgeMessage):
+    name: str
+    available: bool
+    reason: str = ""
+    attributes: dict[str, str] = {}
+
+
+class NodeInfo(EdgeMessage):
+    """A node as placement and people see it."""
+
+    edge: str
+    version: str
+    backends: list[BackendInfo]
+    counts: dict[str, int]
+    """Sandboxes by state."""
+    max_sandboxes: int
+    memory_total_mb: int
+    memory_available_mb: int
+    load: float
+    cpus: int
+    pressure: dict[str, float] = {}
+    """PSI some avg10 of cpu, memory, io, where the kernel has it."""
+    created_total: int = 0
+    failed_total: int = 0
+    operations_total: int = 0
+    started_at: float = 0.0
+    draining: bool = False
