@@ -9,7 +9,7 @@
     ├── ResourceExhausted        AdmissionRefused, DiskFull, OutOfMemory, TooManyOperations, TooManyRequests
     ├── FileError                NotADirectory, IsADirectory, DirectoryNotEmpty, FileAccessDenied
     ├── DeadlineExceeded
-    ├── SandboxFailed            KilledFromInside, LaunchFailed, LayerCorrupt
+    ├── SandboxFailed            KilledFromInside, LaunchFailed, LayerCorrupt, NodeFailed
     ├── Unavailable              AetherLost
     ├── OutcomeUnknown
     └── Internal
@@ -149,7 +149,7 @@ class FileExists(Conflict):
 class ResourceExhausted(DSecError):
     code = "resource_exhausted"
     http_status = 429
-    retry = "safe"
+    retry: ClassVar[Retry] = "safe"
 
 
 class AdmissionRefused(ResourceExhausted):
@@ -162,13 +162,13 @@ class AdmissionRefused(ResourceExhausted):
 class DiskFull(ResourceExhausted):
     code = "disk_full"
     http_status = 507
-    retry = "never"
+    retry: ClassVar[Retry] = "never"
 
 
 class OutOfMemory(ResourceExhausted):
     code = "out_of_memory"
     http_status = 507
-    retry = "never"
+    retry: ClassVar[Retry] = "never"
 
 
 class TooManyOperations(ResourceExhausted):
@@ -204,13 +204,13 @@ class FileAccessDenied(FileError):
 class DeadlineExceeded(DSecError):
     code = "deadline_exceeded"
     http_status = 504
-    retry = "unknown"
+    retry: ClassVar[Retry] = "unknown"
 
 
 class Cancelled(DSecError):
     code = "cancelled"
     http_status = 499
-    retry = "safe"
+    retry: ClassVar[Retry] = "safe"
 
 
 class SandboxFailed(DSecError):
@@ -227,7 +227,7 @@ class KilledFromInside(SandboxFailed):
 class LaunchFailed(SandboxFailed):
     code = "launch_failed"
     http_status = 500
-    retry = "safe"
+    retry: ClassVar[Retry] = "safe"
 
 
 class LayerCorrupt(SandboxFailed):
@@ -235,17 +235,25 @@ class LayerCorrupt(SandboxFailed):
     http_status = 500
 
 
+class NodeFailed(SandboxFailed):
+    """The node, not what ran in it, ended the sandbox: out of memory as a whole, for one."""
+
+    code = "node_failed"
+    http_status = 500
+    retry: ClassVar[Retry] = "unknown"
+
+
 class Unavailable(DSecError):
     code = "unavailable"
     http_status = 503
-    retry = "safe"
+    retry: ClassVar[Retry] = "safe"
 
 
 class AetherLost(Unavailable):
     """The sandbox did not answer by its deadline."""
 
     code = "aether_lost"
-    retry = "unknown"
+    retry: ClassVar[Retry] = "unknown"
 
 
 class ProtocolError(DSecError):
@@ -260,7 +268,7 @@ class OutcomeUnknown(DSecError):
 
     code = "outcome_unknown"
     http_status = 500
-    retry = "unknown"
+    retry: ClassVar[Retry] = "unknown"
 
 
 class Internal(DSecError):

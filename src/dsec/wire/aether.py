@@ -62,7 +62,7 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
     """Encoded as an array, fields in order; fields are only ever added at the end."""
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     version: int
     oldest: int
     """The oldest version that the sender still speaks. No overlap: ERROR `version_mismatch`, then close."""
@@ -72,39 +72,39 @@ class Hello(Message):
     features: list[str]
 
 
-class Attach(Message):
+class Attach(Message, frozen=True):
     op_id: str
     stdout: int
     """Offset from which stdout (or content) is wanted again; below what was ACKed it is refused."""
     stderr: int
 
 
-class Started(Message):
+class Started(Message, frozen=True):
     pid: int
     """Inside the sandbox; 0 where there is no process."""
     known: bool
     """The id was known already: this is the operation of before, nothing was started."""
 
 
-class Failure(Message):
+class Failure(Message, frozen=True):
     code: str
     """One of dsec.core.errors."""
     message: str
     errno: int
 
 
-class Signal(Message):
+class Signal(Message, frozen=True):
     signal: int
     tree: bool
     """All processes that the operation began, not the leader alone."""
 
 
-class Resize(Message):
+class Resize(Message, frozen=True):
     rows: int
     columns: int
 
 
-class Event(Message):
+class Event(Message, frozen=True):
     kind: str
     """`session_ended`, `oom_kill`."""
     subject: str
@@ -112,7 +112,7 @@ class Event(Message):
     number: int
 
 
-class Known(Message):
+class Known(Message, frozen=True):
     op_id: str
     kind: str
     """Tag of its request."""
@@ -129,7 +129,7 @@ class Request(msgspec.Struct, array_like=True, frozen=True, tag_field="kind"):
     op_id: str
 
 
-class Exec(Request, tag="exec"):
+class Exec(Request, frozen=True, tag="exec"):
     """One program, no shell. Answered by STARTED, DATA, EOF, RESULT (Ended)."""
 
     argv: list[str | bytes]
@@ -153,7 +153,7 @@ class Exec(Request, tag="exec"):
     """End the command when a stream reaches its limit (reason `output_limit`)."""
 
 
-class Shell(Request, tag="shell"):
+class Shell(Request, frozen=True, tag="shell"):
     """A command in a shell session, which is begun if there is none of this name. RESULT is Ended."""
 
     session: str
@@ -172,13 +172,13 @@ class Shell(Request, tag="shell"):
     kill_at_limit: bool
 
 
-class CloseSession(Request, tag="close_session"):
+class CloseSession(Request, frozen=True, tag="close_session"):
     """Ends the session's shell and its process tree. RESULT is Done."""
 
     session: str
 
 
-class ReadFile(Request, tag="read_file"):
+class ReadFile(Request, frozen=True, tag="read_file"):
     """STARTED, DATA on CONTENT, EOF, RESULT (FileDone with the file's Stat)."""
 
     path: bytes
@@ -188,7 +188,7 @@ class ReadFile(Request, tag="read_file"):
     """-1: to the end."""
 
 
-class WriteFile(Request, tag="write_file"):
+class WriteFile(Request, frozen=True, tag="write_file"):
     """DATA on STDIN, EOF. Written beside the target and renamed over it: whole or not at all."""
 
     path: bytes
@@ -206,7 +206,7 @@ class WriteFile(Request, tag="write_file"):
     """Most bytes taken; one more is `payload_too_large`, and nothing is left behind."""
 
 
-class ListDir(Request, tag="list_dir"):
+class ListDir(Request, frozen=True, tag="list_dir"):
     """RESULT is Listing."""
 
     path: bytes
@@ -216,7 +216,7 @@ class ListDir(Request, tag="list_dir"):
     limit: int
 
 
-class StatFile(Request, tag="stat"):
+class StatFile(Request, frozen=True, tag="stat"):
     """RESULT is FileDone."""
 
     path: bytes
@@ -224,7 +224,7 @@ class StatFile(Request, tag="stat"):
     follow: bool
 
 
-class MakeDir(Request, tag="mkdir"):
+class MakeDir(Request, frozen=True, tag="mkdir"):
     path: bytes
     user: str
     mode: int
@@ -232,21 +232,21 @@ class MakeDir(Request, tag="mkdir"):
     """Make parents; an existing directory is no error."""
 
 
-class Move(Request, tag="move"):
+class Move(Request, frozen=True, tag="move"):
     path: bytes
     target: bytes
     user: str
     overwrite: bool
 
 
-class Remove(Request, tag="remove"):
+class Remove(Request, frozen=True, tag="remove"):
     path: bytes
     user: str
     recursive: bool
     missing_ok: bool
 
 
-class Watch(Request, tag="watch"):
+class Watch(Request, frozen=True, tag="watch"):
     """STARTED, then on CONTENT a stream of msgpack arrays [event, path], until SIGNAL ends it.
 
     event: created, modified, removed, moved_from, moved_to, attrib, overflow (events were lost: list again).
@@ -257,7 +257,7 @@ class Watch(Request, tag="watch"):
     recursive: bool
 
 
-class PutTree(Request, tag="put_tree"):
+class PutTree(Request, frozen=True, tag="put_tree"):
     """A tar stream (ustar, pax, GNU long names) on STDIN, unpacked below `path`. RESULT is TreeDone."""
 
     path: bytes
@@ -268,7 +268,7 @@ class PutTree(Request, tag="put_tree"):
     limit_entries: int
 
 
-class GetTree(Request, tag="get_tree"):
+class GetTree(Request, frozen=True, tag="get_tree"):
     """A pax tar of `path` on CONTENT; names are relative to it. RESULT is TreeDone."""
 
     path: bytes
@@ -296,7 +296,7 @@ AnyRequest = (
 # --- Results (RESULT) ------------------------------------------------------------------------------------
 
 
-class Ended(Message):
+class Ended(Message, frozen=True):
     """How a command ended."""
 
     reason: str
@@ -326,7 +326,7 @@ class Ended(Message):
     """Of the session after the command; empty for exec."""
 
 
-class Stat(Message):
+class Stat(Message, frozen=True):
     path: bytes
     type: str
     """file, directory, symlink, fifo, socket, char, block."""
@@ -345,22 +345,22 @@ class Stat(Message):
     group: str
 
 
-class FileDone(Message):
+class FileDone(Message, frozen=True):
     stat: Stat
 
 
-class Listing(Message):
+class Listing(Message, frozen=True):
     entries: list[Stat]
     truncated: bool
     """There were more than `limit`."""
 
 
-class TreeDone(Message):
+class TreeDone(Message, frozen=True):
     entries: int
     bytes: int
 
 
-class Done(Message):
+class Done(Message, frozen=True):
     """Nothing to say but that it is done."""
 
     ok: bool
@@ -387,7 +387,7 @@ RESULT_OF: dict[type[Request], type[Message]] = {
 # --- Start-up --------------------------------------------------------------------------------------------
 
 
-class Step(Message):
+class Step(Message, frozen=True):
     """One thing to do in the new root before pivot_root; targets are resolved below the root only.
 
     | op | target | source | flags | data |
@@ -408,13 +408,13 @@ class Step(Message):
     data: str
 
 
-class RLimit(Message):
+class RLimit(Message, frozen=True):
     resource: int
     soft: int
     hard: int
 
 
-class Config(Message):
+class Config(Message, frozen=True):
     """All policy of one sandbox, as data. Descriptors are named by their index in the SCM_RIGHTS array."""
 
     version: int
@@ -450,7 +450,7 @@ class Config(Message):
     """Bring up lo."""
 
 
-class Spawn(Message):
+class Spawn(Message, frozen=True):
     """To a launcher, over SOCK_SEQPACKET, with fds: [control socket of the new aether] or, to enter a
     prepared pair, [control socket, user namespace, network namespace]. Answered by Spawned, and later Reaped.
     """
@@ -460,7 +460,7 @@ class Spawn(Message):
     """The uid, mapped in no sandbox, that owns the user namespace and that aether runs as."""
 
 
-class Spawned(Message):
+class Spawned(Message, frozen=True):
     """With one fd, a pidfd, when `errno` is 0."""
 
     kind: str
@@ -470,7 +470,7 @@ class Spawned(Message):
     errno: int
 
 
-class Reaped(Message):
+class Reaped(Message, frozen=True):
     kind: str
     """`reaped`."""
     pid: int

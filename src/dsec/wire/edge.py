@@ -36,7 +36,7 @@ class EdgeMessage(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True)
     pass
 
 
-class ErrorInfo(EdgeMessage):
+class ErrorInfo(EdgeMessage, frozen=True):
     """A DSecError as data."""
 
     code: str
@@ -45,7 +45,7 @@ class ErrorInfo(EdgeMessage):
     details: dict[str, str | int | float | bool | None] = {}
 
 
-class CreateSandbox(EdgeMessage):
+class CreateSandbox(EdgeMessage, frozen=True):
     """Repeating an id with the same spec gives the same sandbox (joins a creation that is under way)."""
 
     sandbox_id: str
@@ -55,11 +55,11 @@ class CreateSandbox(EdgeMessage):
     """From its arrival; past it the creation is undone and DeadlineExceeded raised."""
 
 
-class SandboxId(EdgeMessage):
+class SandboxId(EdgeMessage, frozen=True):
     sandbox_id: str
 
 
-class ListSandboxes(EdgeMessage):
+class ListSandboxes(EdgeMessage, frozen=True):
     project: str | None = None
     task: str | None = None
     labels: dict[str, str] = {}
@@ -69,12 +69,12 @@ class ListSandboxes(EdgeMessage):
     limit: int = 100
 
 
-class StopSandbox(EdgeMessage):
+class StopSandbox(EdgeMessage, frozen=True):
     sandbox_id: str
     reason: str = "requested"
 
 
-class SandboxInfo(EdgeMessage):
+class SandboxInfo(EdgeMessage, frozen=True):
     """A sandbox as its owner sees it. Times are Unix seconds."""
 
     id: str
@@ -102,12 +102,12 @@ class SandboxInfo(EdgeMessage):
     """Stages of its creation."""
 
 
-class SandboxPage(EdgeMessage):
+class SandboxPage(EdgeMessage, frozen=True):
     sandboxes: list[SandboxInfo]
     next: str = ""
 
 
-class Operate(EdgeMessage):
+class Operate(EdgeMessage, frozen=True):
     """Start an operation, or join the one of this id. The request carries the op id.
 
     `stdin`: bytes given whole (commands with stdin, small uploads); the request's `stdin` field must be true for commands.
@@ -123,7 +123,7 @@ class Operate(EdgeMessage):
     """None: until it ends."""
 
 
-class GetOperation(EdgeMessage):
+class GetOperation(EdgeMessage, frozen=True):
     sandbox_id: str
     op_id: str
     wait_s: float | None = 0.0
@@ -131,7 +131,7 @@ class GetOperation(EdgeMessage):
     stderr_from: int = 0
 
 
-class OperationInfo(EdgeMessage):
+class OperationInfo(EdgeMessage, frozen=True):
     op_id: str
     sandbox_id: str
     kind: str
@@ -153,32 +153,32 @@ class OperationInfo(EdgeMessage):
     stderr_size: int = 0
 
 
-class OperationPage(EdgeMessage):
+class OperationPage(EdgeMessage, frozen=True):
     operations: list[OperationInfo]
 
 
-class SignalOperation(EdgeMessage):
+class SignalOperation(EdgeMessage, frozen=True):
     sandbox_id: str
     op_id: str
     signal: int = 9
     tree: bool = True
 
 
-class InputOperation(EdgeMessage):
+class InputOperation(EdgeMessage, frozen=True):
     sandbox_id: str
     op_id: str
     data: bytes = b""
     eof: bool = False
 
 
-class ResizeOperation(EdgeMessage):
+class ResizeOperation(EdgeMessage, frozen=True):
     sandbox_id: str
     op_id: str
     rows: int
     columns: int
 
 
-class AttachOperation(EdgeMessage):
+class AttachOperation(EdgeMessage, frozen=True):
     """Opens a stream on an operation. `start` starts it (or joins it) first, as Operate does."""
 
     sandbox_id: str
@@ -194,7 +194,7 @@ class AttachFrame(msgspec.Struct, frozen=True, tag=True, tag_field="t"):
     pass
 
 
-class Output(AttachFrame, tag="out"):
+class Output(AttachFrame, frozen=True, tag="out"):
     """To the caller."""
 
     stream: int
@@ -203,32 +203,32 @@ class Output(AttachFrame, tag="out"):
     data: bytes
 
 
-class OutputEnd(AttachFrame, tag="eof"):
+class OutputEnd(AttachFrame, frozen=True, tag="eof"):
     stream: int
 
 
-class OperationEnd(AttachFrame, tag="end"):
+class OperationEnd(AttachFrame, frozen=True, tag="end"):
     """The last frame to the caller."""
 
     operation: OperationInfo
 
 
-class Input(AttachFrame, tag="in"):
+class Input(AttachFrame, frozen=True, tag="in"):
     """To the edge."""
 
     data: bytes
 
 
-class InputEnd(AttachFrame, tag="in_eof"):
+class InputEnd(AttachFrame, frozen=True, tag="in_eof"):
     pass
 
 
-class Resize(AttachFrame, tag="resize"):
+class Resize(AttachFrame, frozen=True, tag="resize"):
     rows: int
     columns: int
 
 
-class Kill(AttachFrame, tag="kill"):
+class Kill(AttachFrame, frozen=True, tag="kill"):
     signal: int = 9
     tree: bool = True
 
@@ -236,7 +236,7 @@ class Kill(AttachFrame, tag="kill"):
 AnyAttachFrame = Output | OutputEnd | OperationEnd | Input | InputEnd | Resize | Kill
 
 
-class SandboxStats(EdgeMessage):
+class SandboxStats(EdgeMessage, frozen=True):
     sandbox_id: str
     memory_bytes: int | None = None
     memory_peak_bytes: int | None = None
@@ -248,18 +248,18 @@ class SandboxStats(EdgeMessage):
     uptime_s: float = 0.0
 
 
-class NodeQuery(EdgeMessage):
+class NodeQuery(EdgeMessage, frozen=True):
     pass
 
 
-class BackendInfo(EdgeMessage):
+class BackendInfo(EdgeMessage, frozen=True):
     name: str
     available: bool
     reason: str = ""
     attributes: dict[str, str] = {}
 
 
-class NodeInfo(EdgeMessage):
+class NodeInfo(EdgeMessage, frozen=True):
     """A node as placement and people see it."""
 
     edge: str
