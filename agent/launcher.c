@@ -200,7 +200,7 @@ int launcher_main(void)
         }
         if (!polls[0].revents)
             continue;
-        struct spawn request;
+        struct spawn request = { 0 };
         int r = receive(&request);
         if (r == 0)
             return 0;
