@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -132,7 +132,8 @@ class Request(msgspec.Struct, array_like=True, frozen=True, tag_field="kind"):
 class Exec(Request, frozen=True, tag="exec"):
     """One program, no shell. Answered by STARTED, DATA, EOF, RESULT (Ended)."""
 
-    argv: list[str | bytes]
+    argv: list[Any]
+    """Each str or bytes, which msgspec has no type for."""
     env: dict[str, str]
     """Added to the sandbox's environment."""
     cwd: str
