@@ -76,18 +76,20 @@ struct op {
     struct output streams[STREAMS];
     struct buf input;
     uint64_t input_taken;
-    bool input_open, input_end;
+    bool takes_input, input_open, input_end;
     uint64_t limit;
     bool kill_at_limit;
     int64_t deadline; /* ns; 0: none */
     enum reason reason;
-    bool was_signaled;
+    bool was_signaled, was_shell_end;
     int wait_status;
     int64_t started_wall, started, user_us, system_us, rss_kib, finished;
     int64_t oom_before;
     int64_t start_ticks;
+    pid_t last_pid;
     struct session *session;
     struct shell_request *shell;
+    struct op *queue_next;
     bool replaced;
     int exit_code;
     char *cwd;
@@ -158,15 +160,16 @@ void chronus_start(struct op *o, struct mp *m, uint32_t fields);
 void chronus_close_session(struct op *o, struct mp *m);
 bool chronus_child_exited(pid_t pid, int status);
 void chronus_timeout(struct op *o);
-void chronus_forget(struct op *o);
+void chronus_finish(struct op *o); /* its command has ended and its output is all there */
+void chronus_signal(struct op *o, int sig, bool tree);
 int64_t chronus_next_deadline(void);
 void chronus_check_deadlines(void);
 
 /* --- process trees (tree.c) --- */
-int64_t start_ticks_of(pid_t pid);
-/* Kills what descends from `root`, and orphans that carry `marker` (K=V in their environment); only those
- * that began at or after `since` ticks, except `spare`. Returns how many were signalled. */
-int kill_tree(pid_t root, const char *marker, int64_t since, pid_t spare, int sig);
+void mark_start(struct op *o);
+/* Signals what descends from `root`, and orphans whose DSEC_OP or DSEC_SESSION is `marker`; only what began
+ * after `o` (NULL: everything), and not `spare`. Returns how many were signalled. */
+int kill_tree(pid_t root, const char *marker, const struct op *o, pid_t spare, int sig);
 int64_t oom_kills(void);
 
 /* --- workers for files (work.c) --- */

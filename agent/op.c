@@ -106,7 +106,7 @@ static void over_limit(struct op *o)
     if (o->kind == OP_SHELL)
         chronus_timeout(o);
     else
-        kill_tree(o->pid, o->id, o->start_ticks, 0, SIGKILL);
+        kill_tree(o->pid, o->id, o, 0, SIGKILL);
 }
 
 /* One read. 1: got some; 0: nothing now, or no room; -1: end. */
@@ -204,7 +204,7 @@ static void try_finish(struct op *o)
         const char *why = sig ? "signaled" : "exited";
         op_finish_command(o, why, code, sig);
     } else if (o->kind == OP_SHELL) {
-        chronus_forget(o);
+        chronus_finish(o);
     } else if (o->work_result.len > 0) {
         o->ended = true;
         o->failed = o->work_result.p[0] == F_ERROR;
@@ -460,6 +460,12 @@ static void attach(struct op *o, uint32_t channel, uint64_t out_from, uint64_t e
         s->end_sent = false;
     }
     op_started(o);
+    if (!o->takes_input)
+        return;
+    /* The edge sends on from what was taken, and its end again. */
+    buf_free(&o->input);
+    o->input_end = false;
+    loop_watch(&o->in, 0);
     conn_send_u64(channel, F_ACK, S_STDIN, o->input_taken);
 }
 
@@ -549,12 +555,12 @@ static void signalled(struct op *o, const struct frame *f)
         return;
     o->reason = o->reason == R_NONE ? R_KILLED : o->reason;
     o->was_signaled = true;
-    if (o->kind == OP_SHELL && sig == SIGKILL)
-        chronus_timeout(o);
+    if (o->kind == OP_SHELL)
+        chronus_signal(o, sig, tree);
     else if (o->kind == OP_WORK || !tree)
         kill(o->pid, sig);
     else
-        kill_tree(o->pid, o->id, o->start_ticks, o->session ? o->pid : 0, sig);
+        kill_tree(o->pid, o->id, o, 0, sig);
 }
 
 static void resized(struct op *o, const struct frame *f)
@@ -631,7 +637,7 @@ void op_child_exited(pid_t pid, int status, const void *usage)
         o->system_us = r->ru_stime.tv_sec * 1000000LL + r->ru_stime.tv_usec;
         o->rss_kib = r->ru_maxrss;
         if (o->kind == OP_EXEC && o->reason != R_NONE)
-            kill_tree(pid, o->id, o->start_ticks, 0, SIGKILL);
+            kill_tree(pid, o->id, o, 0, SIGKILL);
         try_finish(o);
         return;
     }
@@ -662,6 +668,6 @@ void op_check_deadlines(void)
         if (o->kind == OP_SHELL)
             chronus_timeout(o);
         else
-            kill_tree(o->pid, o->id, o->start_ticks, 0, SIGKILL);
+            kill_tree(o->pid, o->id, o, 0, SIGKILL);
     }
 }
