@@ -143,11 +143,12 @@ def shell(op_id: str, command: str, **how: Any) -> w.Shell:
 async def read_all(stream: LocalStream) -> tuple[bytes, bytes, m.OperationInfo]:
     """All output of an attached stream, and the end. Checks that offsets follow each other."""
     got: dict[int, bytes] = {}
+    at: dict[int, int] = {}
     async for frame in stream:
         if isinstance(frame, m.Output):
-            so_far = got.get(frame.stream, b"")
-            assert frame.offset == len(so_far) or not so_far
-            got[frame.stream] = so_far + frame.data
+            assert frame.offset == at.get(frame.stream, frame.offset)
+            at[frame.stream] = frame.offset + len(frame.data)
+            got[frame.stream] = got.get(frame.stream, b"") + frame.data
         elif isinstance(frame, m.OperationEnd):
             return got.get(1, b"") or got.get(3, b""), got.get(2, b""), frame.operation
     raise AssertionError("the stream ended before the operation")

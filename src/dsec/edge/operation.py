@@ -122,6 +122,10 @@ class Operation:
         self.channel = connection.attach(
             self, w.Attach(self.id, out.received if out else 0, err.received if err else 0)
         )
+        first = CONTENT if self.intent.kind in CONTENTS else STDOUT
+        for number, output in ((first, out), (STDERR, err)):
+            if output is not None and output.acked:
+                self.acknowledge(number, output)  # the one before may have been lost
 
     def lose(self) -> None:
         self.connection = None
