@@ -17,6 +17,7 @@ import msgspec
 from dsec.backends.base import Exit, Fingerprint, Handle, LaunchSpec, Stats
 from dsec.backends.fake_aether import FakeAether
 from dsec.core.errors import LaunchFailed, SandboxFailed, Unavailable, from_code
+from dsec.wire.transport import connect
 
 BOOT_ID: Final = "fake"
 
@@ -66,6 +67,8 @@ class FakeHost:
 
     def __init__(self) -> None:
         self.sandboxes: dict[str, FakeSandbox] = {}
+        self.ends: set[SocketEnd] = set()
+        """Sockets that are open, or about to close."""
 
     def kill(self, sandbox_id: str, exit: Exit) -> None:
         """The sandbox's own process ends."""
@@ -107,6 +110,7 @@ class FakeBackend:
         if not keep:
             for sandbox_id in list(self.host.sandboxes):
                 self._remove(sandbox_id)
+            await asyncio.gather(*(end.gone for end in self.host.ends))
         self.opened = False
 
     async def fingerprint(self) -> Fingerprint:
@@ -170,7 +174,7 @@ class FakeBackend:
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         near.setblocking(False)
         far.setblocking(False)
-        sandbox.connection = SocketEnd(sandbox.aether, far)
+        sandbox.connection = SocketEnd(self.host, sandbox.aether, far)
         return near
 
     def _apply(self, aether: FakeAether) -> None:
@@ -258,26 +262,31 @@ class _End(Protocol):
 class SocketEnd(asyncio.Protocol):
     """A FakeAether on a socket. It reads no more while what it has to say is not taken."""
 
-    def __init__(self, aether: FakeAether, sock: socket.socket) -> None:
+    def __init__(self, host: FakeHost, aether: FakeAether, sock: socket.socket) -> None:
+        self._host = host
         self._aether = aether
         self._sock = sock
         self._transport: Any = None
-        self._closed = False
+        self._closed = self._ready = False
         loop = asyncio.get_running_loop()
-        self._task = loop.create_task(self._open(loop))
+        self.gone: asyncio.Future[None] = loop.create_future()
+        host.ends.add(self)
+        self._task = loop.create_task(self._open())
 
-    async def _open(self, loop: asyncio.AbstractEventLoop) -> None:
+    async def _open(self) -> None:
         if self._closed:
             self._sock.close()
+            self._leave()
             return
-        await loop.create_unix_connection(lambda: self, sock=self._sock)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
+        await connect(self, self._sock)
+        self._ready = True
         if self._closed:
             self._transport.abort()
         else:
             self._aether.connected(self._transport.write, self.close)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
 
     def data_received(self, data: bytes) -> None:
         if not self._closed:
@@ -287,6 +296,12 @@ class SocketEnd(asyncio.Protocol):
         if not self._closed:
             self._closed = True
             self._aether.disconnected()
+        self._leave()
+
+    def _leave(self) -> None:
+        self._host.ends.discard(self)
+        if not self.gone.done():
+            self.gone.set_result(None)
 
     def pause_writing(self) -> None:
         self._transport.pause_reading()
@@ -298,7 +313,7 @@ class SocketEnd(asyncio.Protocol):
         if not self._closed:
             self._closed = True
             self._aether.disconnected()
-            if self._transport is not None:
+            if self._ready:
                 self._transport.close()
 
 

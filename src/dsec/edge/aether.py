@@ -17,6 +17,7 @@ import msgspec
 from dsec.core.errors import AetherLost, DSecError, ProtocolError, from_code
 from dsec.wire import aether as w
 from dsec.wire.frames import FrameReader, frame, message
+from dsec.wire.transport import connect
 
 log = logging.getLogger(__name__)
 Type = w.Type
@@ -136,10 +137,10 @@ class AetherConnection(asyncio.Protocol):
         self = cls(owner, watchdog)
         hello = self._hello = loop.create_future()
         try:
-            await _connect(loop, self, sock)
-        except BaseException:
-            sock.close()
-            raise
+            await _connect(self, sock)
+        except (OSError, RuntimeError) as e:
+            raise AetherLost(f"the sandbox closed its connection at once: {e}") from e
+        self._write(OUR_HELLO)
         timer = loop.call_later(
             deadline_s, self.drop, AetherLost(f"no HELLO from the sandbox for {deadline_s:.0f} s")
         )
@@ -235,9 +236,6 @@ class AetherConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._write = self._transport.write
-        self._write(OUR_HELLO)
-        if self._error is not None:
-            self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -325,8 +323,8 @@ class _Nobody:
 _NOBODY: Final = _Nobody()
 
 
-async def _connect(loop: asyncio.AbstractEventLoop, protocol: AetherConnection, sock: Any) -> None:
+async def _connect(protocol: AetherConnection, sock: Any) -> None:
     if isinstance(sock, socket.socket):
-        await loop.create_unix_connection(lambda: protocol, sock=sock)
+        await connect(protocol, sock)
     else:
         sock.open_transport(protocol)  # memory-only, of backends/fake.py
