@@ -24,12 +24,24 @@
 
 static const char *const controllers[CONTROLLERS] = {"memory", "pids", "cpu"};
 
-static int mount_detached(const char *type, const char *source, unsigned flags, unsigned attrs)
+/* `options`: NULL, or `key` or `key=value` strings that end with NULL. */
+static void configure(int fs, const char *const *options)
+{
+	for (; options && *options; options++) {
+		char key[64];
+		snprintf(key, sizeof key, "%s", *options);
+		char *value = strchr(key, '=');
+		if (value)
+			*value++ = 0;
+		need(fsconfig(fs, value ? FSCONFIG_SET_STRING : FSCONFIG_SET_FLAG, key, value, 0), "fsconfig", key);
+	}
+}
+
+static int mount_detached(const char *type, const char *source, const char *const *options, unsigned attrs)
 {
 	int fs = need(fsopen(type, FSOPEN_CLOEXEC), "fsopen", type);
 	need(fsconfig(fs, FSCONFIG_SET_STRING, "source", source, 0), "fsconfig source", source);
-	if (flags & MOUNT_ATTR_RDONLY)
-		need(fsconfig(fs, FSCONFIG_SET_FLAG, "ro", NULL, 0), "fsconfig ro", type);
+	configure(fs, options);
 	need(fsconfig(fs, FSCONFIG_CMD_CREATE, NULL, NULL, 0), "mount", source);
 	int fd = need(fsmount(fs, FSMOUNT_CLOEXEC, attrs), "fsmount", source);
 	close(fs);
@@ -37,11 +49,11 @@ static int mount_detached(const char *type, const char *source, unsigned flags, 
 }
 
 /* A detached mount can be cloned only in the namespace that it was made in, where the files have no path. */
-static int mount_open_file(const char *type, int file, unsigned flags, unsigned attrs)
+static int mount_open_file(const char *type, int file, const char *const *options, unsigned attrs)
 {
 	char source[32];
 	snprintf(source, sizeof source, "/proc/self/fd/%d", file);
-	int fd = mount_detached(type, source, flags, attrs);
+	int fd = mount_detached(type, source, options, attrs);
 	close(file);
 	return fd;
 }
@@ -55,8 +67,9 @@ static void open_layers(struct host *h, const struct options *o)
 
 static void mount_layers(struct host *h)
 {
+	static const char *const options[] = {"ro", NULL};
 	for (int i = 0; i < h->n_layers; i++)
-		h->layers[i] = mount_open_file("erofs", h->layers[i], MOUNT_ATTR_RDONLY,
+		h->layers[i] = mount_open_file("erofs", h->layers[i], options,
 					       MOUNT_ATTR_RDONLY | MOUNT_ATTR_NODEV);
 }
 
@@ -85,7 +98,9 @@ static int attach_loop(const char *file)
 
 static void mount_pool(struct host *h)
 {
-	int mounted = mount_open_file("btrfs", h->pool, 0, MOUNT_ATTR_NODEV | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOATIME);
+	/* What the pool holds is thrown away: nothing in it is made durable. */
+	static const char *const options[] = {"nobarrier", "nodatasum", "commit=300", NULL};
+	int mounted = mount_open_file("btrfs", h->pool, options, MOUNT_ATTR_NODEV | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOATIME);
 	h->pool = need(openat(mounted, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC), "open", "pool");
 	h->pool_mount = mounted; /* closing it would dissolve the mount */
 	struct btrfs_ioctl_quota_ctl_args quota = {.cmd = BTRFS_QUOTA_CTL_ENABLE_SIMPLE_QUOTA};

@@ -108,6 +108,7 @@ static int make_root(const struct host *h, int volume, int userns)
 	int fs = need(fsopen("overlay", FSOPEN_CLOEXEC), "fsopen", "overlay");
 	for (size_t i = 0; i < sizeof fixed / sizeof *fixed; i++)
 		need(fsconfig(fs, FSCONFIG_SET_STRING, fixed[i][0], fixed[i][1], 0), "fsconfig", fixed[i][0]);
+	need(fsconfig(fs, FSCONFIG_SET_FLAG, "volatile", NULL, 0), "fsconfig", "volatile");
 	int layers[MAX_LAYERS]; /* a detached mount lasts as long as its descriptor: closed after the create */
 	for (int i = h->n_layers - 1; i >= 0; i--) /* the uppermost first */
 		add_fd(fs, "lowerdir+", layers[i] = idmapped(h->layers[i], userns), NULL);

@@ -31,7 +31,7 @@ def run(*argv: str | Path, **options: Any) -> str:
     except subprocess.CalledProcessError as e:
         said = "; ".join((e.stderr or e.stdout or "").strip().splitlines()[-3:])
         raise Unavailable(f"{Path(argv[0]).name} failed with {e.returncode}: {said}") from None
-    return done.stdout
+    return str(done.stdout)
 
 
 def program(name: str) -> Path:
