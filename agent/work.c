@@ -48,7 +48,8 @@ static char *user_of(const char *kind, const uint8_t *payload, size_t n)
 {
     struct mp m = { payload, payload + n, false };
     mp_read_array(&m);
-    for (int i = 0; i < (strcmp(kind, "move") ? 3 : 4); i++)
+    int before = strcmp(kind, "move") ? 3 : 4; /* the tag, the id, the path; of a move its target too */
+    for (int i = 0; i < before; i++)
         mp_skip(&m);
     return slice_dup(mp_read_bytes(&m));
 }

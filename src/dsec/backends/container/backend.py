@@ -1,0 +1,598 @@
+"""Container sandboxes. The kernel work of one launch runs in one thread, from beginning to end, in plain order."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import errno
+import functools
+import itertools
+import logging
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+
+from dsec.backends.base import Exit, Fingerprint, Handle, LaunchSpec, Stats
+from dsec.backends.container import policy
+from dsec.backends.container.ids import id_map, owner_of, root_of
+from dsec.backends.container.launcher import Launcher, agent_binary, sealed_copy
+from dsec.backends.container.layers import LayerMounts, clone
+from dsec.backends.container.overlay import ByDescriptor, Overlay, Staged
+from dsec.backends.container.pool import Pool
+from dsec.core.errors import DiskFull, DSecError, LaunchFailed, SandboxFailed, Unavailable, Unsupported
+from dsec.linux.cgroup import Group, Limits, detect
+from dsec.linux.probe import detached_tmpfs, overlay_by_fd
+from dsec.linux.syscalls import (
+    MOUNT_ATTR_IDMAP,
+    MOUNT_ATTR_NOEXEC,
+    MOUNT_ATTR_NOSUID,
+    MOUNT_ATTR_RDONLY,
+    mount_setattr,
+    pidfd_send_signal,
+)
+from dsec.wire.aether import HEADER, MAX_PAYLOAD, VERSION, Config, Failure, Type
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+THREADS: Final = 16
+READY_LIMIT_S: Final = 30.0
+END_LIMIT_S: Final = 20.0
+BACKLOG: Final = 4
+DEVICES: Final = {"null": 3, "zero": 5, "full": 7, "random": 8, "urandom": 9}
+
+
+@functools.cache
+def boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def start_time(pid: int) -> int:
+    """Field 22 of /proc/pid/stat; the name before it may hold anything."""
+    text = Path(f"/proc/{pid}/stat").read_text()
+    return int(text.rpartition(")")[2].split()[19])
+
+
+class Stages:
+    """How long each stage of launches took, in all: seconds by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.launches = 0
+
+    def clock(self) -> Callable[[str], None]:
+        last = time.perf_counter()
+
+        def lap(name: str) -> None:
+            nonlocal last
+            now = time.perf_counter()
+            self.seconds[name] = self.seconds.get(name, 0.0) + now - last
+            last = now
+
+        return lap
+
+
+class ContainerBackend:
+    """`mount_path`: auto, fd or staged (see overlay.py)."""
+
+    name = "container"
+    capabilities: frozenset[str] = frozenset()
+
+    def __init__(self, *, data: Path, edge_id: str, mount_path: str = "auto") -> None:
+        self.data = data
+        self.mount_path = mount_path
+        self.run = data / "run"
+        self.layers = LayerMounts(data / "layers")
+        self.pool = Pool(data)
+        self.cgroups = detect(edge_id)
+        self.overlay: Overlay | None = None
+        self.stages = Stages()
+        self._launchers: list[Launcher] = []
+        self._round = itertools.count()
+        self._home: Group | None = None
+        self._dev = self._run_fd = -1
+        self._dev_idmapped = False
+        self._pidfds: dict[str, int] = {}
+        self._statuses: dict[int, int] = {}
+        self._exits: dict[str, asyncio.Future[Exit]] = {}
+        self._own: dict[int, str] = {}
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="container")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._home_ooms = 0
+
+    # --- what all sandboxes of a node share ---------------------------------------------------------------
+
+    async def open(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        await self._in_thread(self._open)
+        for launcher in self._launchers:
+            launcher.attach(self._loop)
+
+    def _open(self) -> None:
+        if os.geteuid() != 0:
+            raise Unsupported("container sandboxes need root")
+        self.run.mkdir(mode=0o700, exist_ok=True)
+        self._run_fd = os.open(self.run, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.cgroups.open()
+        self._home = self.cgroups.home()
+        self._home_ooms = self.cgroups.home_oom_kills()
+        self.layers.open()
+        self.pool.open()
+        self.overlay = self._choose_overlay()
+        self._dev = self._make_dev()
+        program = sealed_copy(agent_binary())
+        try:
+            self._launchers = [
+                Launcher(program, self._home.join, self._reaped) for _ in range(os.cpu_count() or 1)
+            ]
+        finally:
+            os.close(program)
+
+    def _choose_overlay(self) -> Overlay:
+        if self.mount_path == "fd" or (self.mount_path == "auto" and not overlay_by_fd()):
+            return ByDescriptor()
+        stage = self.run / "staging"
+        stage.mkdir(mode=0o700, exist_ok=True)
+        return Staged(stage)
+
+    def _make_dev(self) -> int:
+        """/dev of all sandboxes: one read-only tmpfs with the few devices that they may open."""
+        fd = detached_tmpfs(mode="0755", size="64k")
+        for name, minor in DEVICES.items():
+            os.mknod(name, 0o666 | 0o020000, os.makedev(1, minor), dir_fd=fd)
+        os.mknod("tty", 0o666 | 0o020000, os.makedev(5, 0), dir_fd=fd)
+        for name in (*DEVICES, "tty"):
+            os.chmod(name, 0o666, dir_fd=fd)
+        for name in ("pts", "shm", "mqueue"):
+            os.mkdir(name, 0o755, dir_fd=fd)
+        links = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx"}
+        for name, target in links.items():
+            os.symlink(target, name, dir_fd=fd)
+        return fd
+
+    async def close(self, *, keep: bool) -> None:
+        loop = asyncio.get_running_loop()
+        for launcher in self._launchers:
+            launcher.detach(loop)
+        self._launchers = []
+        for sandbox_id in list(self._pidfds):
+            self._forget_pidfd(sandbox_id)
+        await self._in_thread(lambda: self._close(keep))
+        self._threads.shutdown()
+
+    def _close(self, keep: bool) -> None:
+        if self.overlay:
+            self.overlay.close()
+            self.overlay = None
+        if self._home:
+            self._home.close()
+            self._home = None
+        for fd in (self._dev, self._run_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._dev = self._run_fd = -1
+        self.layers.close(keep=keep)
+        self.pool.close(keep=keep)
+        with contextlib.suppress(OSError):
+            (self.run / "staging").rmdir()
+        if not keep:
+            self.cgroups.close()
+            with contextlib.suppress(OSError):
+                self.run.rmdir()
+
+    async def fingerprint(self) -> Fingerprint:
+        if self.overlay is None:
+            return Fingerprint(available=False, reason="not open")
+        backed = {True: "file", False: "loop device", None: "not yet mounted"}[self.layers.file_backed]
+        return Fingerprint(
+            available=True,
+            attributes={
+                "mount_path": "fd" if isinstance(self.overlay, ByDescriptor) else "staged",
+                "erofs": backed,
+                "cgroup": f"v{self.cgroups.version}",
+                "disk_limit": f"btrfs pool, {self.pool.limited_by} quota",
+            },
+        )
+
+    async def _in_thread(self, body: Callable[[], T]) -> T:
+        """The body's value; OSError becomes a typed error. A cancelled caller waits until the thread is done."""
+        task = asyncio.get_running_loop().run_in_executor(self._threads, body)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait([task])
+            if not task.cancelled():
+                task.exception()
+            raise
+
+    # --- launch -----------------------------------------------------------------------------------------
+
+    async def launch(self, spec: LaunchSpec) -> tuple[Handle, socket.socket]:
+        task = asyncio.get_running_loop().run_in_executor(self._threads, self._launch_or_undo, spec)
+        try:
+            handle, sock, pidfd = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait([task])
+            if not task.cancelled() and task.exception() is None:
+                handle, sock, pidfd = task.result()
+                sock.close()
+                os.close(pidfd)
+                await self.destroy(handle)
+            raise
+        self._watch(handle, pidfd, own=True)
+        return handle, sock
+
+    def _launch_or_undo(self, spec: LaunchSpec) -> tuple[Handle, socket.socket, int]:
+        try:
+            return self._launch(spec)
+        except BaseException as e:
+            with contextlib.suppress(Exception):
+                self._destroy(self.half_made(spec.sandbox_id, spec.slot), None)
+            if isinstance(e, OSError):
+                raise _typed(e, spec.sandbox_id) from e
+            raise
+
+    def _launch(self, spec: LaunchSpec) -> tuple[Handle, socket.socket, int]:
+        if not self._launchers or self.overlay is None:
+            raise Unavailable("the container backend is not open")
+        lap = self.stages.clock()
+        with contextlib.ExitStack() as stack:
+            lowers = [self.layers.get(layer) for layer in spec.layers]
+            lap("layers")
+            group = self._make_group(spec)
+            stack.callback(group.close)
+            lap("cgroup")
+            writable = self._make_writable(spec)
+            stack.callback(os.close, writable)
+            lap("writable layer")
+            ours, theirs = socket.socketpair()
+            failed = contextlib.ExitStack()
+            failed.callback(ours.close)
+            with failed:
+                with contextlib.closing(theirs):
+                    launcher = self._launchers[next(self._round) % len(self._launchers)]
+                    pid, pidfd = launcher.spawn(owner_of(spec.slot), theirs)
+                failed.callback(os.close, pidfd)
+                failed.callback(_kill, pidfd)
+                lap("clone")
+                userns = self._map_ids(pid, spec.slot)
+                stack.callback(os.close, userns)
+                lap("id maps")
+                root = self.overlay.build(lowers, writable, userns, root_of(spec.slot))
+                stack.callback(os.close, root)
+                lap("overlay")
+                self._configure(spec, ours, root, userns, group)
+                lap("configure")
+                handle = self._handle(spec.sandbox_id, spec.slot, pid)
+                self._await_hello(ours)
+                lap("enter")
+                failed.pop_all()
+        self.stages.launches += 1
+        ours.setblocking(False)
+        return handle, ours, pidfd
+
+    def _make_group(self, spec: LaunchSpec) -> Group:
+        s = spec.spec
+        return self.cgroups.create(spec.sandbox_id, Limits(s.memory_limit_mb << 20, s.pids_limit, s.cpu_cores_limit))
+
+    def _make_writable(self, spec: LaunchSpec) -> int:
+        fd = self.pool.create(spec.sandbox_id, spec.spec.disk_limit_mb << 20)
+        try:
+            os.mkdir("upper/etc", 0o755, dir_fd=fd)
+            for name, text in policy.etc_files(spec).items():
+                file = os.open(f"upper/etc/{name}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644, dir_fd=fd)
+                try:
+                    os.write(file, text.encode())
+                finally:
+                    os.close(file)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    @staticmethod
+    def _map_ids(pid: int, slot: int) -> int:
+        """Maps the sandbox's ids; a descriptor of its user namespace."""
+        proc = os.open(f"/proc/{pid}", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for name in ("uid_map", "gid_map"):
+                fd = os.open(name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
+                try:
+                    os.write(fd, id_map(slot).encode())
+                finally:
+                    os.close(fd)
+            return os.open("ns/user", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
+        finally:
+            os.close(proc)
+
+    def _dev_for(self, userns: int) -> int:
+        fd = clone(self._dev)
+        attributes = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC
+        try:
+            try:
+                mount_setattr(fd, attr_set=attributes | MOUNT_ATTR_IDMAP, userns_fd=userns)
+            except OSError as e:  # tmpfs is idmapped since Linux 6.3; without, root's devices are nobody's inside
+                if e.errno != errno.EINVAL:
+                    raise
+                mount_setattr(fd, attr_set=attributes)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _listen(self, sandbox_id: str) -> socket.socket:
+        """Bound by way of a descriptor: a path below --data may be longer than a socket's name."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.bind(f"/proc/self/fd/{self._run_fd}/{sandbox_id}")
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+        return sock
+
+    def _configure(self, spec: LaunchSpec, control: socket.socket, root: int, userns: int, group: Group) -> None:
+        assert self._home is not None
+        home = self._home.join
+        with contextlib.closing(self._listen(spec.sandbox_id)) as listener:
+            dev = self._dev_for(userns)
+            try:
+                fds = [root, listener.fileno(), dev, group.oom_counter, *group.join, *home]
+                joins = len(group.join)
+                config = Config(
+                    version=VERSION,
+                    sandbox_id=spec.sandbox_id,
+                    root=0,
+                    listen=1,
+                    cgroup_join=list(range(4, 4 + joins)),
+                    cgroup_home=list(range(4 + joins, 4 + joins + len(home))),
+                    cgroup_v2=self.cgroups.version == 2,
+                    oom_counter=3,
+                    hostname=policy.hostname(spec),
+                    steps=policy.steps(spec, 2),
+                    seccomp=policy.seccomp_program(),
+                    capabilities=policy.CAPABILITIES,
+                    rlimits=policy.rlimits(spec),
+                    env=policy.environment(spec),
+                    user=spec.spec.init_user or spec.image.user or "",
+                    workdir=spec.spec.workdir or spec.image.workdir or "",
+                    shell=spec.image.shell or policy.SHELLS,
+                    oom_score_adj=policy.OOM_SCORE,
+                    umask=0o022,
+                    max_operations=1024,
+                    loopback=True,
+                )
+                payload = msgspec.msgpack.encode(config)
+                frame = HEADER.pack(len(payload), 0, Type.CONFIG, 0, 0) + payload
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+                control.settimeout(READY_LIMIT_S)
+                sent = control.sendmsg([frame], rights)
+                control.sendall(frame[sent:])
+            finally:
+                os.close(dev)
+
+    @staticmethod
+    def _await_hello(control: socket.socket) -> None:
+        """Leaves the HELLO to be read. An ERROR says which step failed."""
+        try:
+            head = control.recv(HEADER.size, socket.MSG_PEEK | socket.MSG_WAITALL)
+        except TimeoutError:
+            raise LaunchFailed(f"aether did not enter the sandbox within {READY_LIMIT_S:.0f} s") from None
+        if len(head) < HEADER.size:
+            raise LaunchFailed("aether ended before it had entered the sandbox")
+        length, _, kind, _, _ = HEADER.unpack(head)
+        if kind == Type.HELLO:
+            return
+        if kind != Type.ERROR or length > MAX_PAYLOAD:
+            raise LaunchFailed(f"aether began with a frame of type {kind}")
+        body = control.recv(HEADER.size + length, socket.MSG_WAITALL)[HEADER.size :]
+        failure = msgspec.msgpack.decode(body, type=Failure)
+        raise LaunchFailed(failure.message, errno=failure.errno)
+
+    def _handle(self, sandbox_id: str, slot: int, pid: int) -> Handle:
+        return Handle(
+            backend=self.name,
+            sandbox_id=sandbox_id,
+            slot=slot,
+            pid=pid,
+            start_time=start_time(pid) if pid else 0,
+            boot_id=boot_id(),
+            socket_path=str(self.run / sandbox_id),
+        )
+
+    def half_made(self, sandbox_id: str, slot: int) -> Handle:
+        return self._handle(sandbox_id, slot, 0)
+
+    # --- life -------------------------------------------------------------------------------------------
+
+    def _open_pidfd(self, handle: Handle) -> int:
+        """Of the process that the handle means, and of no later one with its pid. -1: it has ended."""
+        if not handle.pid or handle.boot_id != boot_id():
+            return -1
+        try:
+            pidfd = os.pidfd_open(handle.pid)
+        except ProcessLookupError:
+            return -1
+        try:
+            same = start_time(handle.pid) == handle.start_time
+        except (FileNotFoundError, ProcessLookupError):
+            same = False
+        if not same:
+            os.close(pidfd)
+            return -1
+        return pidfd
+
+    async def recover(self, handle: Handle) -> socket.socket:
+        pidfd = self._open_pidfd(handle)
+        if pidfd < 0:
+            raise SandboxFailed(f"{handle.sandbox_id} ended while no edge ran")
+        try:
+            sock = await self.connect(handle)
+        except BaseException:
+            os.close(pidfd)
+            raise
+        self._watch(handle, pidfd, own=False)
+        return sock
+
+    async def connect(self, handle: Handle) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            sock.connect(f"/proc/self/fd/{self._run_fd}/{handle.sandbox_id}")
+        except BlockingIOError:
+            sock.close()
+            raise Unavailable(f"{handle.sandbox_id}: aether takes no connection now") from None
+        except OSError as e:
+            sock.close()
+            raise SandboxFailed(f"{handle.sandbox_id}: aether cannot be reached: {e.strerror}") from e
+        return sock
+
+    def _watch(self, handle: Handle, pidfd: int, *, own: bool) -> None:
+        assert self._loop is not None
+        self._pidfds[handle.sandbox_id] = pidfd
+        if own:
+            self._own[handle.pid] = handle.sandbox_id
+        self._loop.add_reader(pidfd, self._ended, handle, own)
+
+    def _reaped(self, pid: int, status: int) -> None:
+        if pid in self._own:
+            self._statuses[pid] = status
+
+    def _ended(self, handle: Handle, own: bool, patience: int = 20) -> None:
+        """The pidfd says that it ended. How, the launcher says, a moment later."""
+        assert self._loop is not None
+        pidfd = self._pidfds.get(handle.sandbox_id)
+        if pidfd is not None:
+            self._loop.remove_reader(pidfd)
+        if own and handle.pid not in self._statuses and patience:
+            self._loop.call_later(0.01, self._ended, handle, own, patience - 1)
+            return
+        self._own.pop(handle.pid, None)
+        status = self._statuses.pop(handle.pid, None)
+        ooms = self.cgroups.home_oom_kills()
+        host_oom, self._home_ooms = ooms > self._home_ooms, ooms
+        exit_ = Exit(
+            exit_code=os.WEXITSTATUS(status) if status is not None and os.WIFEXITED(status) else None,
+            signal=os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) else None,
+            host_oom=host_oom,
+        )
+        future = self._exits.setdefault(handle.sandbox_id, self._loop.create_future())
+        if not future.done():
+            future.set_result(exit_)
+
+    async def wait_exit(self, handle: Handle) -> Exit:
+        if handle.sandbox_id not in self._pidfds and handle.sandbox_id not in self._exits:
+            return Exit()
+        future = self._exits.setdefault(handle.sandbox_id, asyncio.get_running_loop().create_future())
+        return await asyncio.shield(future)
+
+    def _forget_pidfd(self, sandbox_id: str) -> int | None:
+        pidfd = self._pidfds.pop(sandbox_id, None)
+        if pidfd is not None:
+            if self._loop:
+                self._loop.remove_reader(pidfd)
+            os.close(pidfd)
+        return pidfd
+
+    async def stop(self, handle: Handle) -> None:
+        await self._in_thread(lambda: self._stop(handle))
+
+    def _stop(self, handle: Handle) -> None:
+        pidfd = self._open_pidfd(handle)
+        if pidfd < 0:
+            return
+        try:
+            _kill(pidfd)
+            if not select.select([pidfd], [], [], END_LIMIT_S)[0]:
+                raise SandboxFailed(f"{handle.sandbox_id} did not end within {END_LIMIT_S:.0f} s of SIGKILL")
+        finally:
+            os.close(pidfd)
+
+    async def destroy(self, handle: Handle) -> None:
+        await self._in_thread(lambda: self._destroy(handle, None))
+        self._forget_pidfd(handle.sandbox_id)
+        self._own.pop(handle.pid, None)
+        self._statuses.pop(handle.pid, None)
+        if (future := self._exits.pop(handle.sandbox_id, None)) and not future.done():
+            future.set_result(Exit(signal=signal.SIGKILL))
+
+    def _destroy(self, handle: Handle, _: None) -> None:
+        """Each part is tried, whatever became of the others; what failed last is raised."""
+        problem: Exception | None = None
+        for part in (
+            lambda: self._stop(handle),
+            lambda: self.cgroups.remove(handle.sandbox_id),
+            lambda: self.pool.destroy(handle.sandbox_id),
+            lambda: _unlink(self._run_fd, handle.sandbox_id),
+        ):
+            try:
+                part()
+            except (OSError, DSecError) as e:
+                log.warning("destroying %s: %s", handle.sandbox_id, e)
+                problem = e
+        if isinstance(problem, OSError):
+            raise _typed(problem, handle.sandbox_id) from problem
+        if problem:
+            raise problem
+
+    async def stats(self, handle: Handle) -> Stats:
+        usage = await self._in_thread(lambda: self.cgroups.usage(handle.sandbox_id))
+        return Stats(
+            memory_bytes=usage.memory_bytes,
+            memory_peak_bytes=usage.memory_peak_bytes,
+            cpu_us=usage.cpu_us,
+            pids=usage.pids,
+            oom_kills=usage.oom_kills,
+        )
+
+    async def reclaim(self, claimed: frozenset[str]) -> list[str]:
+        return await self._in_thread(lambda: self._reclaim(claimed))
+
+    def _reclaim(self, claimed: frozenset[str]) -> list[str]:
+        """By name, and what has no name, an aether that no record knows, by its group."""
+        told: list[str] = []
+        known = {fd for sandbox_id, fd in self._pidfds.items() if sandbox_id in claimed}
+        pids = {_pid_of(fd) for fd in known} | {launcher.pid for launcher in self._launchers}
+        for pid in self.cgroups.home_pids() - pids:
+            with contextlib.suppress(ProcessLookupError):
+                pidfd = os.pidfd_open(pid)
+                _kill(pidfd)
+                select.select([pidfd], [], [], END_LIMIT_S)
+                os.close(pidfd)
+                told.append(f"process {pid}")
+        sockets = {e.name for e in self.run.iterdir() if e.is_socket()}
+        for name in sorted((self.cgroups.names() | self.pool.names() | sockets) - claimed):
+            with contextlib.suppress(DSecError):
+                self._destroy(self.half_made(name, 0), None)
+                told.append(f"sandbox {name}")
+        return told
+
+
+def _pid_of(pidfd: int) -> int:
+    for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines():
+        if line.startswith("Pid:"):
+            return int(line.split()[1])
+    return -1
+
+
+def _kill(pidfd: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+def _unlink(directory: int, name: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=directory)
+
+
+def _typed(e: OSError, sandbox_id: str) -> DSecError:
+    if e.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull(f"{sandbox_id}: {e}")
+    return LaunchFailed(f"{sandbox_id}: {e}", errno=e.errno or 0)
+
+

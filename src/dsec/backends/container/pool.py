@@ -1,0 +1,112 @@
+"""Writable layers: a btrfs pool file of the edge's own, one subvolume with a limit per sandbox.
+
+    <data>/pool.btrfs        sparse; what it holds is thrown away, so nothing in it is made durable
+    <data>/pool/<sandbox>/   subvolume: upper/ and work/ of the overlay
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Final, Literal
+
+from dsec.core.errors import DiskFull, Unsupported
+from dsec.linux import btrfs, loop
+from dsec.linux.syscalls import MNT_DETACH, MS_NODEV, MS_NOATIME, MS_NOSUID, mount, umount2
+
+MIN_SIZE: Final = 256 << 20
+MAX_SIZE: Final = 1 << 44
+OPTIONS: Final = "nobarrier,nodatasum,commit=300,space_cache=v2,discard=async"
+
+Limit = Literal["simple", "qgroups", "none"]
+
+
+class Pool:
+    """Thread-safe: every call is one or two system calls on descriptors of its own."""
+
+    def __init__(self, data: Path) -> None:
+        self.file = data / "pool.btrfs"
+        self.where = data / "pool"
+        self.limited_by: Limit = "none"
+        self.fd = -1
+
+    def open(self) -> None:
+        """Mount the pool, making it first if there is none. An earlier life's mount is taken over."""
+        self.where.mkdir(mode=0o700, exist_ok=True)
+        if not os.path.ismount(self.where):
+            self._mount()
+        self.where.chmod(0o700)
+        self.fd = os.open(self.where, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.limited_by = "simple" if btrfs.enable_quota(self.fd) == "simple" else "qgroups"
+
+    def _mount(self) -> None:
+        if not self.file.exists():
+            self._make()
+        flags = MS_NOSUID | MS_NODEV | MS_NOATIME
+        device, fd = loop.attach(self.file, read_only=False, direct_io=False)
+        try:
+            mount(device, self.where, "btrfs", flags, OPTIONS)
+        except OSError as e:
+            if e.errno == errno.ENODEV:
+                raise Unsupported("this kernel has no btrfs: writable disk cannot be limited (modprobe btrfs)") from e
+            # Damaged by a power cut, say: no record can name what was in it after a reboot.
+            raise Unsupported(f"{self.file} cannot be mounted ({e.strerror}): remove it and start again") from e
+        finally:
+            os.close(fd)
+
+    def _make(self) -> None:
+        free = shutil.disk_usage(self.file.parent).free
+        if free < MIN_SIZE:
+            raise DiskFull(f"{self.file.parent} has {free >> 20} MiB free, the pool needs {MIN_SIZE >> 20}")
+        beside = self.file.with_suffix(".new")
+        with beside.open("wb") as f:
+            f.truncate(min(MAX_SIZE, max(MIN_SIZE, free // 100 * 95)) & ~0xFFFFF)
+        command = ["mkfs.btrfs", "-q", "-f", "-K", "-m", "single", "-d", "single", str(beside)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            beside.unlink()
+            raise Unsupported(f"{' '.join(command)}: {done.stderr.strip()}")
+        beside.rename(self.file)
+
+    def close(self, *, keep: bool) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        if keep:
+            return
+        if os.path.ismount(self.where):
+            umount2(self.where, MNT_DETACH)
+        self.file.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            self.where.rmdir()
+
+    def create(self, name: str, limit_bytes: int) -> int:
+        """A descriptor of a fresh subvolume with upper/ and work/ in it, and room for `limit_bytes`."""
+        try:
+            btrfs.subvolume_create(self.fd, name)
+            fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
+            try:
+                btrfs.limit(fd, limit_bytes)
+                os.mkdir("upper", 0o755, dir_fd=fd)
+                os.mkdir("work", 0o700, dir_fd=fd)
+            except BaseException:
+                os.close(fd)
+                raise
+        except OSError as e:
+            if e.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DiskFull("the pool of writable layers is full: stop sandboxes, or give the node more disk") from e
+            raise
+        return fd
+
+    def destroy(self, name: str) -> None:
+        """Idempotent."""
+        with contextlib.suppress(FileNotFoundError):
+            btrfs.subvolume_destroy(self.fd, name)
+
+    def names(self) -> set[str]:
+        with os.scandir(self.where) as entries:
+            return {e.name for e in entries if e.is_dir(follow_symlinks=False)}
