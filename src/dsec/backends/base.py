@@ -11,24 +11,9 @@ from typing import Protocol
 
 import msgspec
 
+from dsec.core.images import ImageConfig as ImageConfig
+from dsec.core.images import LayerRef as LayerRef
 from dsec.core.specs import SandboxSpec
-
-
-class LayerRef(msgspec.Struct, frozen=True):
-    """A resolved layer, as the layer store knows it."""
-
-    digest: str
-    path: str
-    """Its EROFS image on this node or on the shared store."""
-
-
-class ImageConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What an image asks of a container, merged over the stack of layers."""
-
-    env: dict[str, str] = {}
-    user: str = ""
-    workdir: str = ""
-    shell: list[str] = []
 
 
 class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,1 +1,4 @@
-"""Environment layers: EROFS images, their store and their mounts."""
+"""Environment layers: EROFS images, how they are built, and the store that keeps them.
+
+`LayerStore(path)` finds layers; `build.Builder(store)` makes them.
+"""
