@@ -35,41 +35,52 @@ struct shell_request {
     int64_t timeout_ms, limit;
 };
 
-/* The trap makes the shell abandon its command: each return raises the signal again until it is back in the loop. */
+/* A shell that is told to abandon its command (ABANDON) leaves it by `continue` and reports at the head of its
+ * loop; inside a function `continue` has no effect, and the shell ends itself, to be replaced. */
+#define HERE "/proc/self/fd/7/"
+#define RUN                                                                                          \
+    "case $- in *e*) ;; *) __dsec_t ;; esac; "                                                       \
+    BUILTIN "eval \"$__dsec_c\" <" HERE "i$__dsec_n >" HERE "o$__dsec_n 2>" HERE "e$__dsec_n "        \
+    "7<&- 8>&- 9<&-; __dsec_r=$?; __dsec_d=1; "
+
+#define BUILTIN "builtin "
 static const char BASH_LOOP[] =
     "__dsec_t() { return $__dsec_r; }; "
-    "__dsec_run() { case $- in *e*) ;; *) __dsec_t ;; esac; builtin eval \"$__dsec_c\"; }; "
-    "trap '[ -z \"$__dsec_in\" ] || builtin kill -63 $$; return 124' 63; "
-    "__dsec_r=0; __dsec_in=; if [ -s /proc/self/fd/7/env ]; then . /proc/self/fd/7/env; fi; "
-    "while IFS=' ' builtin read -r __dsec_n __dsec_f <&9; do "
-    "IFS= builtin read -r -d '' __dsec_c </proc/self/fd/7/c$__dsec_n || :; "
-    "if [ \"$__dsec_f\" = 1 ]; then "
-    "IFS= builtin read -r -d '' __dsec_p </proc/self/fd/7/p$__dsec_n || :; "
-    "IFS= builtin read -r -d '' __dsec_q </proc/self/fd/7/q$__dsec_n || :; "
-    "builtin eval \"$__dsec_p\" 2>/proc/self/fd/7/e$__dsec_n; fi; __dsec_in=1; "
-    "__dsec_run </proc/self/fd/7/i$__dsec_n >/proc/self/fd/7/o$__dsec_n 2>/proc/self/fd/7/e$__dsec_n "
-    "7<&- 8>&- 9<&-; __dsec_r=$?; __dsec_in=; "
+    "trap 'if [ ${#FUNCNAME[@]} -gt 0 ]; then builtin kill -9 $$; fi; builtin continue 999' 63; "
+    "__dsec_r=0 __dsec_n= __dsec_f=0; if [ -s " HERE "env ]; then . " HERE "env; fi; "
+    "while :; do if [ -n \"$__dsec_n\" ]; then "
+    "if [ -z \"$__dsec_d\" ]; then __dsec_r=124; fi; "
     "if [ \"$__dsec_f\" = 1 ]; then builtin eval \"$__dsec_q\" || :; fi; "
-    "builtin export -p >/proc/self/fd/7/env || :; "
-    "builtin printf '%s %s\\n%s\\0' \"$__dsec_n\" \"$__dsec_r\" \"$PWD\" >&8; done";
+    "builtin export -p >" HERE "env || :; "
+    "builtin printf '%s %s\\n%s\\0' \"$__dsec_n\" \"$__dsec_r\" \"$PWD\" >&8; fi; "
+    "IFS=' ' builtin read -r __dsec_n __dsec_f <&9 || break; __dsec_d=; "
+    "IFS= builtin read -r -d '' __dsec_c <" HERE "c$__dsec_n || :; "
+    "if [ \"$__dsec_f\" = 1 ]; then "
+    "IFS= builtin read -r -d '' __dsec_p <" HERE "p$__dsec_n || :; "
+    "IFS= builtin read -r -d '' __dsec_q <" HERE "q$__dsec_n || :; "
+    "builtin eval \"$__dsec_p\" 2>" HERE "e$__dsec_n; fi; "
+    RUN "done";
+#undef BUILTIN
 
+#define BUILTIN ""
 static const char POSIX_LOOP[] =
     "__dsec_load() { __dsec_v=; while IFS= read -r __dsec_l; do __dsec_v=\"$__dsec_v$__dsec_l\n\"; done; "
     "__dsec_v=$__dsec_v$__dsec_l; }; "
     "__dsec_t() { return $__dsec_r; }; "
-    "__dsec_run() { case $- in *e*) ;; *) __dsec_t ;; esac; eval \"$__dsec_c\"; }; "
-    "trap 'return 124' 63 2>/dev/null || :; "
-    "__dsec_r=0; if [ -s /proc/self/fd/7/env ]; then . /proc/self/fd/7/env; fi; "
-    "while IFS=' ' read -r __dsec_n __dsec_f <&9; do "
-    "__dsec_load </proc/self/fd/7/c$__dsec_n; __dsec_c=$__dsec_v; "
-    "if [ \"$__dsec_f\" = 1 ]; then __dsec_load </proc/self/fd/7/p$__dsec_n; __dsec_p=$__dsec_v; "
-    "__dsec_load </proc/self/fd/7/q$__dsec_n; __dsec_q=$__dsec_v; "
-    "eval \"$__dsec_p\" 2>/proc/self/fd/7/e$__dsec_n; fi; "
-    "__dsec_run </proc/self/fd/7/i$__dsec_n >/proc/self/fd/7/o$__dsec_n 2>/proc/self/fd/7/e$__dsec_n "
-    "7<&- 8>&- 9<&-; __dsec_r=$?; "
+    "trap 'continue 999' 63 2>/dev/null || :; "
+    "__dsec_r=0 __dsec_n= __dsec_f=0; if [ -s " HERE "env ]; then . " HERE "env; fi; "
+    "while :; do if [ -n \"$__dsec_n\" ]; then "
+    "if [ -z \"$__dsec_d\" ]; then __dsec_r=124; fi; "
     "if [ \"$__dsec_f\" = 1 ]; then eval \"$__dsec_q\" || :; fi; "
-    "export -p >/proc/self/fd/7/env || :; "
-    "printf '%s %s\\n%s\\0' \"$__dsec_n\" \"$__dsec_r\" \"$PWD\" >&8; done";
+    "export -p >" HERE "env || :; "
+    "printf '%s %s\\n%s\\0' \"$__dsec_n\" \"$__dsec_r\" \"$PWD\" >&8; fi; "
+    "IFS=' ' read -r __dsec_n __dsec_f <&9 || break; __dsec_d=; "
+    "__dsec_load <" HERE "c$__dsec_n; __dsec_c=$__dsec_v; "
+    "if [ \"$__dsec_f\" = 1 ]; then __dsec_load <" HERE "p$__dsec_n; __dsec_p=$__dsec_v; "
+    "__dsec_load <" HERE "q$__dsec_n; __dsec_q=$__dsec_v; "
+    "eval \"$__dsec_p\" 2>" HERE "e$__dsec_n; fi; "
+    RUN "done";
+#undef BUILTIN
 
 static void next_command(struct session *s);
 static void status_ready(struct source *src, uint32_t events);
@@ -275,10 +286,10 @@ static void around(const struct shell_request *r, struct buf *before, struct buf
         put_text(after, text);
     }
     if (*r->cwd) {
-        put_text(before, "__dsec_d=$PWD; cd -- ");
+        put_text(before, "__dsec_w=$PWD; cd -- ");
         put_quoted(before, r->cwd);
-        put_text(before, " || __dsec_c='return 1'\n");
-        put_text(after, "cd -- \"$__dsec_d\"\n");
+        put_text(before, " || __dsec_c='(exit 1)'\n");
+        put_text(after, "cd -- \"$__dsec_w\"\n");
     }
 }
 

@@ -152,7 +152,8 @@ static void plain_signals(void)
     sigset_t none;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
-    signal(SIGPIPE, SIG_DFL);
+    for (int sig = 1; sig < 65; sig++)
+        signal(sig, SIG_DFL); /* an ignored signal would stay ignored through exec */
 }
 
 static void join_group(void)
