@@ -148,16 +148,20 @@ class Staged:
                 done.set_exception(e)
 
     def build(self, lowers: list[int], writable: int, userns: int, root_id: int) -> int:
-        done: Future[int] = Future()
-        self._jobs.put((lambda: self._build(lowers, writable, userns, root_id), done))
-        return done.result()
+        # Clones are made here: a mount can be cloned only from within its own mount namespace.
+        with closing([]) as held:
+            for fd in (*reversed(lowers), writable):
+                held.append(idmapped(fd, userns))
+            done: Future[int] = Future()
+            self._jobs.put((lambda: self._build(held[:-1], held[-1], root_id), done))
+            return done.result()
 
-    def _build(self, lowers: list[int], writable: int, userns: int, root_id: int) -> int:
+    def _build(self, lowers: list[int], top_fd: int, root_id: int) -> int:
         with tempfile.TemporaryDirectory(dir=self._where) as name, contextlib.ExitStack() as undo:
             place = Path(name)
             os.chmod(place, 0o755)  # the overlay looks paths up with the sandbox root's ids
-            paths = [self._attach(place / str(i), fd, userns, undo) for i, fd in enumerate(reversed(lowers))]
-            top = self._attach(place / "top", writable, userns, undo)
+            paths = [self._attach(place / str(i), fd, undo) for i, fd in enumerate(lowers)]
+            top = self._attach(place / "top", top_fd, undo)
             context = fsopen("overlay")
             with closing([context]):
                 fsconfig_string(context, "source", "dsec")
@@ -170,11 +174,9 @@ class Staged:
                 return fsmount(context, MOUNT_ATTR_NODEV)
 
     @staticmethod
-    def _attach(place: Path, fd: int, userns: int, undo: contextlib.ExitStack) -> Path:
+    def _attach(place: Path, fd: int, undo: contextlib.ExitStack) -> Path:
         place.mkdir()
-        copy = idmapped(fd, userns)
-        with closing([copy]):
-            move_mount(copy, place)
+        move_mount(fd, place)
         undo.callback(umount2, place, MNT_DETACH)
         return place
 
