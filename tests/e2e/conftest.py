@@ -1,0 +1,28 @@
+"""A server on layers that are made once per test run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.layers import stock_store
+from tests.e2e.server import ServerProcess
+
+
+@pytest.fixture(scope="session")
+def stocked(tmp_path_factory) -> Path:
+    """A data directory that holds the layers that the tests name, and no server yet."""
+    data = tmp_path_factory.mktemp("stock") / "data"
+    data.mkdir(mode=0o700)
+    stock_store(data)
+    return data
+
+
+@pytest.fixture(scope="module")
+def server(stocked, tmp_path_factory):
+    """A running server; what it leaves behind when it stops is the leak check's matter."""
+    process = ServerProcess(stocked)
+    process.start()
+    yield process
+    process.stop()
