@@ -50,13 +50,8 @@ def find(path: str | None = None) -> Mkfs:
     )
     if program is None:
         raise Unsupported(_MISSING)
-    try:
-        shown = subprocess.run(
-            [program, "--help"], capture_output=True, text=True, errors="replace", check=False
-        )
-    except OSError as e:
-        raise Unsupported(f"{program}: {e.strerror}: apt-get install --reinstall erofs-utils") from e
-    text = shown.stdout + shown.stderr
+    # Older ones know no -V, and say who they are as they refuse it.
+    text = _said(program, "--help") + _said(program, "-V")
     version = re.search(r"mkfs\.erofs(?: \(erofs-utils\))? (\d[\w.-]*)", text)
     listed = re.search(r"Available compressors are:(.*)", text)
     indented = re.findall(r"^\s+(lz4hc|lz4|lzma|deflate|zstd|libdeflate)\b", text, re.MULTILINE)
@@ -66,6 +61,16 @@ def find(path: str | None = None) -> Mkfs:
         options=frozenset(re.findall(r"--[a-z][a-z-]+", text)),
         compressors=frozenset(re.split(r"[,\s]+", listed[1].strip()) if listed else indented) - {""},
     )
+
+
+def _said(program: str, option: str) -> str:
+    try:
+        done = subprocess.run(
+            [program, option], capture_output=True, text=True, errors="replace", check=False
+        )
+    except OSError as e:
+        raise Unsupported(f"{program}: {e.strerror}: apt-get install --reinstall erofs-utils") from e
+    return done.stdout + done.stderr
 
 
 def pack(mkfs: Mkfs, tree: Path, image: Path, survey: Survey, *, compress: str, lock_fd: int) -> None:

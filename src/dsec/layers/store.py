@@ -44,7 +44,7 @@ class LayerStore:
     """Finds layers, and keeps what `build.Builder` makes. Any thread may call."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path = path.absolute()
         self.files = path / "layers"
         self.tmp = path / "tmp"
         self._lock_file = path / "lock"
