@@ -1,4 +1,5 @@
-"""The bare state machine, driven by hypothesis as an edge would: actions in flight end one way or the other."""
+"""The bare state machine, driven by hypothesis as an edge would: actions in flight end one way or the
+other."""
 
 from __future__ import annotations
 

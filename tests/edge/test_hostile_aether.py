@@ -69,7 +69,7 @@ async def open_one(hello: bytes = HELLO) -> tuple[AetherConnection, Owner, socke
 
 def operation(directory: Path, kind: str = "shell", limit: int = 1 << 20) -> Operation:
     intent = Intent("op", kind, b"", "default", "", 0.0, limit, False)
-    return Operation(Host(), "s", intent, msgspec.msgpack.encode(shell("op", "true")), directory)
+    return Operation(Host(), "s", intent, msgspec.msgpack.encode(shell("op", "true")), str(directory))
 
 
 async def hostile(directory: Path, data: bytes, kind: str = "shell", cuts: int = 0) -> Operation:
@@ -97,7 +97,11 @@ async def hostile(directory: Path, data: bytes, kind: str = "shell", cuts: int =
 
 
 anything = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.binary(max_size=20) | st.text(max_size=20),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.binary(max_size=20)
+    | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=12,
 )
@@ -216,7 +220,7 @@ def test_late_ack_of_a_forgotten_channel_is_none(tmp_path: Path) -> None:
         ack = frame(1, T.ACK, bytes(8))
         event = message(0, T.EVENT, w.Event("oom_kill", "x", "", 1))
         await asyncio.get_running_loop().sock_sendall(far, STARTED + RESULT + ack + event)
-        while not owner.events:
+        while not owner.events:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert owner.ended is None and op.state == "ended"
         connection.close()

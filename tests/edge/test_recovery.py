@@ -34,7 +34,7 @@ async def again(node: Node) -> None:
 
 async def forgotten(node: Node, sandbox_id: str, op_id: str) -> None:
     """Until aether does not know the operation any more."""
-    while op_id in node.backend.host.sandboxes[sandbox_id].aether.operations:
+    while op_id in node.backend.host.sandboxes[sandbox_id].aether.operations:  # noqa: ASYNC110
         await asyncio.sleep(0)
 
 
@@ -67,7 +67,9 @@ async def test_repeated_operation_gets_its_recorded_result(node: Node) -> None:
 
 async def test_running_operation_is_attached_again(node: Node) -> None:
     info = await node.create()
-    await node.shell(info.id, "count 400000; cat", op_id="c", open_input=True, wait_s=0, request={"stdin": True})
+    await node.shell(
+        info.id, "count 400000; cat", op_id="c", open_input=True, wait_s=0, request={"stdin": True}
+    )
     sandbox = node.edge.sandboxes[info.id]
     operation = sandbox.running["c"]
     while operation.stdout is None or operation.stdout.received < 400_000:
@@ -138,7 +140,7 @@ async def test_half_made_and_half_stopped(node: Node) -> None:
     node.backend.knobs.launch_gate = gate = asyncio.Event()
     half = new_sandbox_id("e1")
     creating = asyncio.ensure_future(node.create(half))
-    while node.backend.launches == 0:
+    while node.backend.launches == 0:  # noqa: ASYNC110
         await asyncio.sleep(0)
     node.backend.knobs.launch_gate = None
     other = await node.create()

@@ -9,9 +9,7 @@ from dsec.wire import aether as w
 from dsec.wire.frames import FrameReader, frame, message
 
 FRAMES = st.lists(
-    st.tuples(
-        st.integers(0, 0xFFFFFFFF), st.integers(0, 255), st.integers(0, 255), st.binary(max_size=300)
-    ),
+    st.tuples(st.integers(0, 0xFFFFFFFF), st.integers(0, 255), st.integers(0, 255), st.binary(max_size=300)),
     max_size=12,
 )
 

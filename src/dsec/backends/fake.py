@@ -1,8 +1,8 @@
 """A backend of memory alone, with a knob for each failure, and an aether that is Python.
 
-The whole stack above the backend seam runs on it with no root. Its sandboxes live in a FakeHost, which may outlive
-the edge (as a kernel does): the same object given to a second FakeBackend is the same machine after a crash.
-With `memory_only` no sandbox has a socket, so that hundreds of thousands fit.
+The whole stack above the backend seam runs on it with no root. Its sandboxes live in a FakeHost, which may
+outlive the edge (as a kernel does): the same object given to a second FakeBackend is the same machine after
+a crash. With `memory_only` no sandbox has a socket, so that hundreds of thousands fit.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class FakeHost:
 
     def __init__(self) -> None:
         self.sandboxes: dict[str, FakeSandbox] = {}
+        self.slots: set[int] = set()
         self.ends: set[SocketEnd] = set()
         """Sockets that are open, or about to close."""
 
@@ -137,9 +138,10 @@ class FakeBackend:
     def _launch(self, spec: LaunchSpec) -> tuple[Handle, socket.socket]:
         knobs, sandbox_id = self.knobs, spec.sandbox_id
         self._fail_at("record")
-        if any(s.slot == spec.slot for s in self.host.sandboxes.values()) and len(self.host.sandboxes) < 1000:
+        if spec.slot in self.host.slots:
             raise LaunchFailed(f"slot {spec.slot} is held: a bug of the edge")
         sandbox = self.host.sandboxes[sandbox_id] = FakeSandbox(sandbox_id, spec.slot)
+        self.host.slots.add(spec.slot)
         self._fail_at("process")
         sandbox.aether.environment = {**spec.image.env, **spec.spec.env, **spec.spec.secrets}
         sandbox.aether.on_exit = lambda code: self.host.kill(sandbox_id, Exit(exit_code=code))
@@ -227,7 +229,7 @@ class FakeBackend:
     def _remove(self, sandbox_id: str) -> None:
         if sandbox_id in self.host.sandboxes:
             self.host.kill(sandbox_id, Exit(signal=9))
-            del self.host.sandboxes[sandbox_id]
+            self.host.slots.discard(self.host.sandboxes.pop(sandbox_id).slot)
 
     async def stats(self, handle: Handle) -> Stats:
         self._alive(handle)

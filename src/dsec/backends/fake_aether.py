@@ -1,8 +1,8 @@
 """An aether in Python, without I/O: the protocol of docs/protocol.md for a few commands and a dict of files.
 
-Bytes come in by `received`, leave by the `write` given to `connected`. Operations live on between connections.
-Commands, joined by `;` and `&&`: true, false, echo (with >&2 and $NAME), cat [FILE], sleep S, exit N, yes, cd, pwd,
-export, count N (N bytes of output), and `kill 1`, which ends the sandbox from inside.
+Bytes come in by `received`, leave by the `write` given to `connected`. Operations live on between
+connections. Commands, joined by `;` and `&&`: true, false, echo (with >&2 and $NAME), cat [FILE], sleep S,
+exit N, yes, cd, pwd, export, count N (N bytes of output), and `kill 1`, which ends the sandbox from inside.
 """
 
 from __future__ import annotations

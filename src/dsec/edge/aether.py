@@ -1,7 +1,7 @@
 """The edge's side of the protocol with aether: one connection of one sandbox.
 
-Everything that arrives is hostile. A breach is a ProtocolError, which ends the connection and nothing else: who
-owns the connection decides what follows. While idle it holds its transport and a handful of slots.
+Everything that arrives is hostile. A breach is a ProtocolError, which ends the connection and nothing else:
+who owns the connection decides what follows. While idle it holds its transport and a handful of slots.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ class AetherConnection(asyncio.Protocol):
     ) -> AetherConnection:
         """Over a connected, non-blocking socket, which it takes. Returns after both HELLOs.
 
-        Raises ProtocolError, AetherLost (no HELLO by the deadline, or closed), or the error that aether reports.
+        Raises ProtocolError, AetherLost (no HELLO by the deadline, or closed), or the error that aether
+        reports.
         """
         loop = asyncio.get_running_loop()
         self = cls(owner, watchdog)

@@ -1,7 +1,7 @@
 """A stream on one operation: its output from any offset, and input, resize and signals towards it.
 
-A slow reader reads from what is kept, and never stalls the program. Content that is streamed (a file, a tree) is
-not kept at all: there the reader's pace is the sender's.
+A slow reader reads from what is kept, and never stalls the program. Content that is streamed (a file, a
+tree) is not kept at all: there the reader's pace is the sender's.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Attachment:
         """Until the caller sends no more. Its going away does not end the operation's input."""
         operation, skip = self._operation, 0
         if stdin_from is not None:
-            skip = self._skip(stdin_from)
+            skip = operation.had(stdin_from)
         with contextlib.suppress(Unavailable):
             async for frame in self._stream:
                 match frame:
@@ -125,9 +125,3 @@ class Attachment:
                         operation.signal(signal, tree=tree)
                     case _:
                         raise InvalidArgument("a frame that does not go this way")
-
-    def _skip(self, stdin_from: int) -> int:
-        have = self._operation.input.total if self._operation.input is not None else 0
-        if not 0 <= stdin_from <= have and self._operation.running:
-            raise InvalidArgument(f"stdin_from {stdin_from}: the operation has had {have} bytes")
-        return max(0, have - stdin_from)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
-from dsec.core.errors import DiskFull, DSecError, ProtocolError
+from dsec.core.errors import DiskFull, DSecError, InvalidArgument, ProtocolError
 from dsec.edge.aether import AetherConnection, decode, failure_of
 from dsec.edge.output import Input, Output
 from dsec.wire import aether as w
@@ -66,7 +65,7 @@ class Operation:
         "waiters",
     )
 
-    def __init__(self, host: Host, sandbox_id: str, intent: Intent, request: bytes, directory: Path) -> None:
+    def __init__(self, host: Host, sandbox_id: str, intent: Intent, request: bytes, directory: str) -> None:
         self._host = host
         self._directory = directory
         self.sandbox_id = sandbox_id
@@ -170,11 +169,11 @@ class Operation:
         kind = self.intent.kind
         if stream == CONTENT if kind in CONTENTS else (stream == STDOUT and kind in COMMANDS):
             if self.stdout is None:
-                self.stdout = Output(self._directory / f"{self.id}.1")
+                self.stdout = Output(f"{self._directory}/{self.id}.1")
             return self.stdout
         if stream == STDERR and kind in COMMANDS:
             if self.stderr is None:
-                self.stderr = Output(self._directory / f"{self.id}.2")
+                self.stderr = Output(f"{self._directory}/{self.id}.2")
             return self.stderr
         raise ProtocolError(f"stream {stream} in an operation of kind {kind}")
 
@@ -301,6 +300,13 @@ class Operation:
             self.input.put(data)
         self.input.eof = self.input.eof or eof
         self.pump()
+
+    def had(self, offset: int) -> int:
+        """Bytes of input past `offset` that were accepted already. Raises InvalidArgument for a gap."""
+        have = self.input.total if self.input is not None else 0
+        if not 0 <= offset <= have and self.running:
+            raise InvalidArgument(f"input at {offset}: the operation has had {have} bytes")
+        return max(0, have - offset)
 
     def pump(self) -> None:
         """Send what the window has room for."""

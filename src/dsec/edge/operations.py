@@ -50,7 +50,7 @@ class Operations:
         self, oplog: OperationLog, spool: Path, config: EdgeConfig, touched: Callable[[Sandbox], None]
     ) -> None:
         self._log = oplog
-        self._spool = spool
+        self._spool = str(spool)
         self._config = config
         self._touched = touched
         """Told when the last operation of a sandbox has ended."""
@@ -58,6 +58,10 @@ class Operations:
         self._kept: OrderedDict[tuple[str, str], Operation] = OrderedDict()
         self._kept_bytes = 0
         self.total = 0
+
+    def _directory(self, sandbox_id: str) -> str:
+        """Of its spool files."""
+        return f"{self._spool}/{sandbox_id}"
 
     # --- start, join, find ---
 
@@ -74,7 +78,7 @@ class Operations:
             return _same(known, digest)
         self._check(sandbox, request, payload)
         intent = self._intent(request, digest, streamed)
-        operation = Operation(self, sandbox.id, intent, payload, self._spool / sandbox.id)
+        operation = Operation(self, sandbox.id, intent, payload, self._directory(sandbox.id))
         self._log.intent(sandbox.id, intent)
         sandbox.running[intent.op_id] = operation
         self._sandbox_of[operation] = sandbox
@@ -200,7 +204,7 @@ class Operations:
             self._kept_bytes -= _held(self._kept.popitem(last=False)[1])
 
     def _from_log(self, sandbox_id: str, entry: Entry) -> Operation:
-        operation = Operation(self, sandbox_id, entry.intent, b"", self._spool / sandbox_id)
+        operation = Operation(self, sandbox_id, entry.intent, b"", self._directory(sandbox_id))
         outcome = entry.outcome
         operation.started = True
         if outcome is None:
@@ -218,7 +222,7 @@ class Operations:
         return operation
 
     def _logged(self, operation: Operation, suffix: str, spooled: int, rest: bytes) -> Output:
-        out = Output(self._spool / operation.sandbox_id / f"{operation.id}{suffix}", spooled)
+        out = Output(f"{self._directory(operation.sandbox_id)}/{operation.id}{suffix}", spooled)
         if rest:
             out.append(rest)
         out.eof = True
@@ -273,7 +277,7 @@ class Operations:
                 sandbox.running[intent.op_id] = operation
 
     def _adopt(self, sandbox: Sandbox, intent: Intent) -> Operation:
-        operation = Operation(self, sandbox.id, intent, b"", self._spool / sandbox.id)
+        operation = Operation(self, sandbox.id, intent, b"", self._directory(sandbox.id))
         operation.started = True
         self._sandbox_of[operation] = sandbox
         if intent.kind in COMMANDS or intent.kind in UPLOADS:
@@ -285,8 +289,8 @@ class Operations:
         return operation
 
     def _spooled_so_far(self, operation: Operation, suffix: str) -> Output | None:
-        path = self._spool / operation.sandbox_id / f"{operation.id}{suffix}"
-        return Output(path, path.stat().st_size) if path.exists() else None
+        path = Path(self._directory(operation.sandbox_id), f"{operation.id}{suffix}")
+        return Output(str(path), path.stat().st_size) if path.exists() else None
 
     def lose_all(self, sandbox: Sandbox, error: DSecError) -> None:
         """The sandbox is no more."""
@@ -301,10 +305,10 @@ class Operations:
     def drop(self, sandbox_id: str) -> None:
         """All records and output of a sandbox."""
         self._log.drop(sandbox_id)
-        shutil.rmtree(self._spool / sandbox_id, ignore_errors=True)
+        shutil.rmtree(self._directory(sandbox_id), ignore_errors=True)
 
     def spooled(self, sandbox_id: str) -> int:
-        directory = self._spool / sandbox_id
+        directory = Path(self._directory(sandbox_id))
         if not directory.is_dir():
             return 0
         return sum(p.stat().st_size for p in directory.iterdir())
@@ -401,7 +405,8 @@ def _give_up(future: asyncio.Future[None]) -> None:
 class _Forgetter:
     """Lets aether forget an operation whose outcome is recorded, or whose content nobody reads any more.
 
-    START with a known id attaches to it, whatever the request; this one would harm nothing, were it not known.
+    START with a known id attaches to it, whatever the request; this one would harm nothing, were it not
+    known.
     """
 
     def __init__(self, op_id: str) -> None:

@@ -4,8 +4,9 @@ An intent is written before START is sent, an outcome before FORGET. So after a 
 operation id finds its recorded result, and an intent without outcome is either still known to aether, or was
 never started, or has died with its sandbox.
 
-Entry: `<crc32 u32><length u32><kind u8>`, payload in msgpack. The checksum covers all that follows it; an entry that
-fails it ends the file (a torn tail). Written without fsync: it outlives the process, not the power.
+Entry: `<crc32 u32><length u32><kind u8>`, payload in msgpack. The checksum covers all that follows it; an
+entry that fails it ends the file (a torn tail). Written without fsync: it outlives the process, not the
+power.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ OUTCOME: Final = 2
 WITHDRAWN: Final = 3
 OPEN_FILES: Final = 512
 MAX_ENTRY: Final = 64 << 20
+SHARD_AT: Final = 1024
+SHARDS: Final = 128
 
 
 class Intent(msgspec.Struct, frozen=True, array_like=True):
@@ -102,22 +105,34 @@ def _key(op_id: str) -> bytes:
 class _Index:
     """Where the entries of each operation are: 16 bytes an entry, (hash of the id, offset), searched in C."""
 
-    __slots__ = ("_at", "size")
+    __slots__ = ("_entries", "_shards", "size")
 
     def __init__(self) -> None:
-        self._at = bytearray()
+        self._shards = [bytearray()]
+        self._entries = 0
         self.size = 0
         """Of the file."""
 
     def add(self, op_id: str, offset: int) -> None:
-        self._at += _key(op_id) + offset.to_bytes(8, "little")
+        key = _key(op_id)
+        self._shards[key[0] % len(self._shards)] += key + offset.to_bytes(8, "little")
+        self._entries += 1
+        if self._entries == SHARD_AT:
+            self._split()
+
+    def _split(self) -> None:
+        whole, self._shards = self._shards[0], [bytearray() for _ in range(SHARDS)]
+        for at in range(0, len(whole), 16):
+            self._shards[whole[at] % SHARDS] += whole[at : at + 16]
 
     def offsets(self, op_id: str) -> list[int]:
-        key, found, at = _key(op_id), [], self._at.find(_key(op_id))
+        key = _key(op_id)
+        shard, found = self._shards[key[0] % len(self._shards)], []
+        at = shard.find(key)
         while at >= 0:
             if at % 16 == 0:
-                found.append(int.from_bytes(self._at[at + 8 : at + 16], "little"))
-            at = self._at.find(key, at + 1)
+                found.append(int.from_bytes(shard[at + 8 : at + 16], "little"))
+            at = shard.find(key, at + 1)
         return found
 
 

@@ -7,7 +7,6 @@ in a file; what fits below SPOOL_AT never is ACKed, and goes into the operation 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Final
 
 from dsec.wire.aether import UPLOAD_WINDOW, WINDOW
@@ -22,7 +21,7 @@ class Output:
 
     __slots__ = ("_chunks", "_fd", "acked", "base", "eof", "held", "path", "received")
 
-    def __init__(self, path: Path, start: int = 0) -> None:
+    def __init__(self, path: str, start: int = 0) -> None:
         self.path = path
         self.base = self.acked = self.received = start
         self.held = 0
@@ -38,7 +37,7 @@ class Output:
     def spill(self) -> None:
         """Move what is in memory to the spool. Raises OSError; nothing is lost then."""
         if self._fd < 0:
-            self.path.parent.mkdir(mode=0o700, exist_ok=True)
+            os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         view, at = memoryview(b"".join(self._chunks)), self.base
         while view:

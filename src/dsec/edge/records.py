@@ -1,7 +1,7 @@
 """Durable records of sandboxes, and the slots that they hold.
 
-SQLite in WAL mode, no fsync: a record outlives the process, not the power (after which no sandbox lives either).
-Secrets are in no record.
+SQLite in WAL mode, no fsync: a record outlives the process, not the power (after which no sandbox lives
+either). Secrets are in no record.
 """
 
 from __future__ import annotations

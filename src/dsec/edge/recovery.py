@@ -1,7 +1,7 @@
 """A new edge takes over from one that was killed, at whatever instant.
 
-Every step here may be cut off by the next SIGKILL, and is then done again: nothing is decided but from records,
-and nothing is reclaimed before all records were read.
+Every step here may be cut off by the next SIGKILL, and is then done again: nothing is decided but from
+records, and nothing is reclaimed before all records were read.
 """
 
 from __future__ import annotations

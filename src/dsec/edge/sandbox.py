@@ -1,4 +1,5 @@
-"""A sandbox in the edge's memory: its record, its state machine, its connection. Small: there are thousands."""
+"""A sandbox in the edge's memory: its record, its state machine, its connection. Small: there are
+thousands."""
 
 from __future__ import annotations
 

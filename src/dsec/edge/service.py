@@ -406,7 +406,8 @@ class EdgeService:
         operation = self._operation(msg.sandbox_id, msg.op_id)
         if not operation.running:
             raise WrongState(f"operation {operation.id} has ended: it takes no more input")
-        operation.put(msg.data, eof=msg.eof)
+        data = msg.data if msg.offset is None else msg.data[operation.had(msg.offset) :]
+        operation.put(data, eof=msg.eof)
         while operation.running and operation.input is not None and operation.input.full:
             await operation.changed_future()
         return self.operations.info(operation)

@@ -169,6 +169,8 @@ class InputOperation(EdgeMessage, frozen=True):
     op_id: str
     data: bytes = b""
     eof: bool = False
+    offset: int | None = None
+    """Where `data` belongs in the input: what the operation has had already is skipped, so that a repeat is safe."""
 
 
 class ResizeOperation(EdgeMessage, frozen=True):
