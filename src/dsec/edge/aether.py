@@ -58,7 +58,10 @@ def failure_of(payload: bytes) -> DSecError:
 
 
 class Watchdog:
-    """Finds connections whose aether owes an answer for too long. One timer, only while there are any."""
+    """Finds connections whose aether owes an answer for too long, and asks whether it lives.
+
+    One timer, only while there are any.
+    """
 
     def __init__(self, deadline_s: float) -> None:
         self.deadline_s = deadline_s
@@ -80,7 +83,7 @@ class Watchdog:
         self._timer = None
         late = asyncio.get_running_loop().time() - self.deadline_s
         for connection in [c for c in self._owing if c.owing_since < late]:
-            connection.drop(AetherLost(f"no answer from the sandbox for {self.deadline_s:.0f} s"))
+            connection.probe()
         if self._owing:
             self._arm()
 
@@ -98,6 +101,7 @@ class AetherConnection(asyncio.Protocol):
         "_next",
         "_owed",
         "_owner",
+        "_probed",
         "_reader",
         "_transport",
         "_watchdog",
@@ -120,6 +124,8 @@ class AetherConnection(asyncio.Protocol):
         self._error: DSecError | None = None
         self._owed = 0
         """Answers that aether owes: to START, ATTACH and LIST."""
+        self._probed = False
+        """A PING is on its way."""
         self.owing_since = 0.0
         self.since = 0.0
         """When HELLO was seen, on the loop's clock."""
@@ -202,6 +208,15 @@ class AetherConnection(asyncio.Protocol):
         self._write(frame(0, Type.LIST))
         return await future
 
+    def probe(self) -> None:
+        """An answer is late: PING, and if there is no PONG by the next time, give it up."""
+        if self._probed:
+            self.drop(AetherLost(f"no answer from the sandbox for {2 * self._watchdog.deadline_s:g} s"))
+            return
+        self._probed = True
+        self.owing_since = asyncio.get_running_loop().time()
+        self._write(frame(0, Type.PING))
+
     def drop(self, error: DSecError) -> None:
         """End the connection because of `error`. Idempotent."""
         if self._error is None:
@@ -277,7 +292,10 @@ class AetherConnection(asyncio.Protocol):
                 future.set_result(decode(_known, payload))
         elif type_ == Type.ERROR:
             raise ProtocolError(f"the sandbox reports {failure_of(payload).message[:200]}")
-        elif type_ != Type.PONG:
+        elif type_ == Type.PONG and self._probed:
+            self._probed = False
+            self.owing_since = asyncio.get_running_loop().time()
+        else:
             raise ProtocolError(f"a frame of type {type_} on channel 0")
 
     def _first(self, waiter: asyncio.Future[w.Hello], type_: int, payload: bytes) -> None:

@@ -23,7 +23,7 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True):
     hello_deadline_s: float = 20.0
     """Within which aether must say HELLO on a new connection."""
     answer_deadline_s: float = 30.0
-    """Within which aether must answer a START; then the connection is dropped and made again."""
+    """Within which aether must answer a START, then a PING; else the connection is dropped and made again."""
     lost_after_s: float = 45.0
     """Without a connection for so long, a sandbox whose process lives is `aether_lost`."""
     breaches: int = 3

@@ -241,7 +241,7 @@ class Operation:
 
     def _on_result(self, payload: bytes) -> None:
         if not self.started:
-            raise ProtocolError("RESULT before STARTED")
+            self._answered()  # done at once: nothing came between
         self.result = decode(RESULTS[self.intent.kind], payload)
         self._end("ended")
 
