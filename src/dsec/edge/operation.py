@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
-from dsec.core.errors import DiskFull, DSecError, InvalidArgument, ProtocolError
+from dsec.core.errors import (
+    DiskFull,
+    DSecError,
+    InvalidArgument,
+    OutcomeUnknown,
+    PayloadTooLarge,
+    ProtocolError,
+)
 from dsec.edge.aether import AetherConnection, decode, failure_of
 from dsec.edge.output import Input, Output
 from dsec.wire import aether as w
@@ -47,6 +54,7 @@ class Operation:
     __slots__ = (
         "_directory",
         "_host",
+        "_owed",
         "attached",
         "changed",
         "channel",
@@ -74,6 +82,8 @@ class Operation:
         """The START's payload, kept until it is answered; empty in one found again by a later edge."""
         self.state = "running"
         self.started = False
+        self._owed = False
+        """An answer to START or ATTACH."""
         self.pid = 0
         self.result: w.AnyResult | None = None
         self.error: DSecError | None = None
@@ -102,7 +112,7 @@ class Operation:
 
     def begin(self, connection: AetherConnection) -> None:
         """START on a connection: the first time, or again when the first was lost before its answer."""
-        self.connection = connection
+        self.connection, self._owed = connection, True
         self.channel = connection.start(self, self.request)
         if self.input is not None:
             # Sent before: whether aether has the operation, and how much of this, STARTED will say.
@@ -115,7 +125,7 @@ class Operation:
             self.begin(connection)
             return
         out, err = self.stdout, self.stderr
-        self.connection = connection
+        self.connection, self._owed = connection, True
         if self.input is not None:
             self.input.resync = True
         self.channel = connection.attach(
@@ -127,7 +137,7 @@ class Operation:
                 self.acknowledge(number, output)  # the one before may have been lost
 
     def lose(self) -> None:
-        self.connection = None
+        self.connection, self._owed = None, False
 
     # --- frames ---
 
@@ -148,14 +158,15 @@ class Operation:
             raise ProtocolError(f"a frame of type {type} on an operation's channel")
 
     def _answered(self) -> None:
-        if not self.started:
-            self.started, self.request = True, b""
-        if self.connection is not None:
-            self.connection.answered()
+        if not self._owed or self.connection is None:
+            return
+        self._owed = False
+        self.started, self.request = True, b""
+        self.connection.answered()
 
     def _on_started(self, payload: bytes) -> None:
         started: w.Started = decode(_started, payload)
-        if self.connection is None or (self.started and not started.known):
+        if not self._owed or (self.started and not started.known):
             raise ProtocolError("STARTED twice")
         self.pid = started.pid
         self._answered()
@@ -195,8 +206,6 @@ class Operation:
     def _over_limit(self, out: Output) -> None:
         if self.intent.kind in COMMANDS:
             raise ProtocolError("more output than the operation's limit")
-        from dsec.core.errors import PayloadTooLarge
-
         self.abort(
             PayloadTooLarge(f"over {self.intent.output_limit} bytes: attach to the operation and stream it")
         )
@@ -240,8 +249,7 @@ class Operation:
         self._wake_changed()
 
     def _on_result(self, payload: bytes) -> None:
-        if not self.started:
-            self._answered()  # done at once: nothing came between
+        self._answered()  # an operation that is done at once need not be STARTED
         self.result = decode(RESULTS[self.intent.kind], payload)
         self._end("ended")
 
@@ -249,10 +257,12 @@ class Operation:
         error = failure_of(payload)
         if not self.running:
             raise ProtocolError("ERROR after the end")
-        if not self.started:
-            self._answered()
+        refused = self._owed and self.started  # an ATTACH, of what was started long ago
+        self._answered()
+        if refused:
+            error = OutcomeUnknown(f"the sandbox lost the operation: {error.message}")
         self.error = self.error or error
-        self._end("ended")
+        self._end("outcome_unknown" if refused else "ended")
 
     # --- the end ---
 
@@ -260,6 +270,7 @@ class Operation:
         if not self.running:
             raise ProtocolError("RESULT after the end")
         self.state = state
+        self._answered()
         for out in (self.stdout, self.stderr):
             if out is not None:
                 out.eof = True
