@@ -1,5 +1,5 @@
 /* Users and groups of the image. Its files are hostile: regular files only, and bounded. */
-#include "aether.h"
+#include "worker.h"
 
 #include <ctype.h>
 #include <stdio.h>
@@ -103,6 +103,22 @@ static bool find_groups(char *text, struct identity *out, const char *wanted)
             out->groups[out->n_groups++] = gid;
     }
     return found;
+}
+
+/* The name of a uid (or gid, in /etc/group); empty when it has none. */
+void name_of_id(const char *file, unsigned id, char out[64])
+{
+    char *text = slurp(file), *state = NULL;
+    unsigned n;
+    out[0] = 0;
+    for (char *line = text ? strtok_r(text, "\n", &state) : NULL; line; line = strtok_r(NULL, "\n", &state)) {
+        char *f[4];
+        if (fields_of(line, f, 4) >= 3 && number(f[2], &n) && n == id) {
+            snprintf(out, 64, "%s", f[0]);
+            break;
+        }
+    }
+    free(text);
 }
 
 int find_identity(const char *spec, struct identity *out)
