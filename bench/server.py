@@ -55,8 +55,9 @@ def stock() -> Path:
     if not (out / "complete").exists():
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True, mode=0o700)
-        for source, name in zip((base_dir(), *small_dirs()), (IMAGE, *LAYERS), strict=True):
-            run(*_dsec("layer", "build", "--data", str(out), "--dir", str(source), name))
+        kinds = ("base", "workspace", "toolkit")
+        for source, name, kind in zip((base_dir(), *small_dirs()), (IMAGE, *LAYERS), kinds, strict=True):
+            run(*_dsec("layer", "build", "--data", str(out), "--kind", kind, name, str(source)))
         (out / "complete").touch()
     return out
 
