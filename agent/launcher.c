@@ -95,6 +95,7 @@ static void inside(int control)
     sigset_t none;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
+    prctl(PR_SET_NAME, "aether");
     _exit(aether_main(control));
 }
 
@@ -177,6 +178,7 @@ static void reap(void)
 
 int launcher_main(void)
 {
+    prctl(PR_SET_NAME, "aether-launcher"); /* exec by descriptor names it after the number */
     /* Whatever the edge's process was started with: no sandbox inherits it. */
     if (syscall(SYS_close_range, CONTROL + 1, ~0U, 0))
         return 70;
