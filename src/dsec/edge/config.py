@@ -17,7 +17,7 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_sandboxes: int = 10_000
     memory_overcommit: float = 512.0
     memory_reserve_mb: int = 256
-    pids_overcommit: float = 4.0
+    pids_overcommit: float = 512.0
     launches_at_once: int = msgspec.field(default_factory=lambda: 4 * _cpus())
     stops_at_once: int = msgspec.field(default_factory=lambda: 4 * _cpus())
     hello_deadline_s: float = 20.0
