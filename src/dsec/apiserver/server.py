@@ -1,0 +1,150 @@
+"""uvicorn, set up for this: many connections, large bodies, limits on what a stranger may send."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from typing import Any, Final
+
+import httptools
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from dsec.apiserver.app import ApiServer
+
+log = logging.getLogger(__name__)
+HEADERS_S: Final = 30.0
+"""Within which a new connection must send its first request's headers."""
+KEEP_ALIVE_S: Final = 120
+MAX_HEADERS: Final = 100
+MAX_HEADER_BYTES: Final = 64 << 10
+HIGH_WATER: Final = 1 << 20
+"""Bytes of a body, or of an answer, that wait before the sender is stopped."""
+BACKLOG: Final = 4096
+STOP_S: Final = 10
+WS_MAX: Final = 2 << 20
+PING_S: Final = 20.0
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's, with limits on headers and fewer stops on large bodies."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._header_bytes = 0
+        self._late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=HIGH_WATER, low=HIGH_WATER // 4)
+        self._late = self.loop.call_later(HEADERS_S, self._too_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._on_time()
+        super().connection_lost(exc)
+
+    def _too_late(self) -> None:
+        self.transport.abort()
+
+    def _on_time(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def handle_websocket_upgrade(self) -> None:
+        self._on_time()
+        super().handle_websocket_upgrade()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._header_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        if len(self.headers) >= MAX_HEADERS:
+            raise httptools.HttpParserError("too many headers")
+        super().on_header(name, value)
+
+    def _count(self, n: int) -> None:
+        self._header_bytes += n
+        if self._header_bytes > MAX_HEADER_BYTES:
+            raise httptools.HttpParserError("headers too large")
+
+    def on_headers_complete(self) -> None:
+        self._on_time()
+        self.scope["extensions"] = {"dsec.abort": self.transport.abort}  # type: ignore[dict-item]
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        cycle: RequestResponseCycle = self.cycle
+        if cycle.response_complete or self.parser.should_upgrade():
+            return
+        cycle.body += body
+        if len(cycle.body) > HIGH_WATER:
+            self.flow.pause_reading()
+        cycle.message_event.set()
+
+
+class Server:
+    """`url = await start(host, port)`, `await stop()`. Port 0 takes a free one."""
+
+    def __init__(self, app: ApiServer) -> None:
+        self._config = uvicorn.Config(
+            app,
+            http=Protocol,
+            ws="websockets-sansio",
+            loop="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=STOP_S,
+            ws_max_size=WS_MAX,
+            ws_ping_interval=PING_S,
+            ws_ping_timeout=PING_S * 3,
+            ws_per_message_deflate=False,
+            interface="asgi3",
+            proxy_headers=False,
+        )
+        self._server = uvicorn.Server(self._config)
+        self._socket: socket.socket | None = None
+
+    async def start(self, host: str, port: int) -> str:
+        """The URL where it can be reached. Raises OSError when it cannot listen there."""
+        self._socket = _listen(host, port)
+        self._config.load()
+        self._server.lifespan = self._config.lifespan_class(self._config)
+        await self._server.startup(sockets=[self._socket])
+        bound = self._socket.getsockname()
+        shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
+        return f"http://{shown}:{bound[1]}"
+
+    async def stop(self) -> None:
+        """Answers under way may end; after a while they are cut."""
+        if self._socket is None:
+            return
+        await self._server.shutdown(sockets=[self._socket])
+        self._socket = None
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.bind((host, port))
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

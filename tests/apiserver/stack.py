@@ -1,0 +1,81 @@
+"""The whole stack above the backend seam: real HTTP on loopback, the real edge, the fake backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dsec.apiserver.app import ApiServer
+from dsec.apiserver.server import Server
+from dsec.backends.base import ImageConfig, LayerRef
+from dsec.backends.fake import FakeBackend
+from dsec.client import DSecClient, DSecContainerRunArgs
+from dsec.core.errors import UnknownLayer
+from dsec.edge.config import EdgeConfig
+from dsec.edge.service import EdgeService
+from dsec.iam.tokens import TokenStore
+from dsec.wire.local import LocalBus
+
+
+class _Stack:
+    def __init__(self) -> None:
+        self.layers = [LayerRef(digest="d", path="/nowhere")]
+        self.config = ImageConfig(env={"PATH": "/bin"}, shell=["/bin/sh"])
+
+
+class _Layers:
+    def resolve(self, image: str, layers: list[str]) -> _Stack:
+        if image == "unknown":
+            raise UnknownLayer(f"no layer {image}")
+        return _Stack()
+
+
+class StackServer:
+    """`start`, `stop`; `restart` is a server that comes back on the same port, data and host."""
+
+    def __init__(self, data: Path, **config: Any) -> None:
+        self.data = data
+        self.backend = FakeBackend()
+        self.config = EdgeConfig(**{"memory_reserve_mb": 0, "launches_at_once": 64, **config})
+        self.tokens = TokenStore(data / "iam.db")
+        self.token = self.tokens.create("test")
+        self.url = ""
+
+    async def start(self, port: int = 0) -> None:
+        self.bus = LocalBus()
+        self.edge = EdgeService(
+            self.bus,
+            edge_id="e1",
+            data=self.data,
+            backends={"fake": self.backend},
+            layers=_Layers(),
+            config=self.config,
+        )
+        await self.edge.start()
+        self.api = ApiServer(self.bus, self.tokens, edges=["e1"])
+        await self.api.start()
+        self.server = Server(self.api)
+        self.url = await self.server.start("127.0.0.1", port)
+
+    async def stop_http(self) -> None:
+        for connection in list(self.server._server.server_state.connections):
+            connection.transport.abort()
+        await self.server.stop()
+
+    async def stop(self, *, keep: bool = False) -> None:
+        await self.stop_http()
+        await self.api.stop()
+        await self.edge.stop(keep=keep)
+        await self.bus.close()
+
+    async def restart(self) -> None:
+        port = int(self.url.rsplit(":", 1)[1])
+        await self.stop(keep=True)
+        await self.start(port)
+
+    def client(self, **how: Any) -> DSecClient:
+        return DSecClient(url=self.url, token=how.pop("token", self.token), **how)
+
+
+def args(**fields: Any) -> DSecContainerRunArgs:
+    return DSecContainerRunArgs(**{"container_image": "base", "backend": "fake", **fields})
