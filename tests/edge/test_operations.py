@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 
 import pytest
 
 from dsec.core.errors import (
+    DiskFull,
     InvalidArgument,
     OperationConflict,
     OperationNotFound,
     SandboxNotFound,
+    TooManyOperations,
+    Unavailable,
     WrongEdge,
 )
+from dsec.edge.output import Output
 from dsec.wire import aether as w
 from dsec.wire import edge as m
 
@@ -186,3 +192,64 @@ async def test_bad_requests(node: Node) -> None:
         await node.shell("sbx-e1-aaaaaaaaaaaa", "true")
     with pytest.raises(WrongEdge):
         await node.shell("sbx-e2-aaaaaaaaaaaa", "true")
+
+
+async def test_spool_of_a_sandbox_is_bounded(node: Node) -> None:
+    sandbox = await node.create()
+    node.edge.operations._spool._per_sandbox = 2_500_000
+    for i in range(4):
+        await node.shell(sandbox.id, "count 1000000", op_id=f"n{i}")
+    gone, kept = await node.operation(sandbox.id, "n0"), await node.operation(sandbox.id, "n3")
+    assert (gone.stdout, gone.stdout_from, gone.stdout_size) == (b"", 1_000_000, 1_000_000)
+    assert gone.result is not None and len(kept.stdout) == 1_000_000
+    with pytest.raises(Unavailable):
+        await read_all(await node.attach(sandbox.id, "n0"))
+    assert (await node.shell(sandbox.id, "count 1000000", op_id="n1")).stdout == b""
+
+
+async def test_full_disk_ends_the_command(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Output) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    sandbox = await node.create()
+    monkeypatch.setattr(Output, "spill", full)
+    done = await node.shell(sandbox.id, "yes")
+    assert done.error is not None and done.error.code == "disk_full"
+    monkeypatch.undo()
+    assert (await node.shell(sandbox.id, "echo on")).stdout == b"on\n"
+
+
+async def test_full_log_starts_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = await node.create()
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: 3)
+    with pytest.raises(DiskFull):
+        await node.shell(sandbox.id, "echo x", op_id="x")
+    monkeypatch.undo()
+    assert (await node.shell(sandbox.id, "echo x", op_id="x")).stdout == b"x\n"
+
+
+async def test_many_operations_at_once(node: Node) -> None:
+    sandbox = await node.create()
+    running = [
+        await node.shell(sandbox.id, "sleep 1000", wait_s=0) for _ in range(node.config.max_operations)
+    ]
+    with pytest.raises(TooManyOperations):
+        await node.shell(sandbox.id, "true")
+    await node.ask("signal", m.SignalOperation(sandbox_id=sandbox.id, op_id=running[0].op_id))
+    await node.operation(sandbox.id, running[0].op_id, wait_s=None)
+    await node.shell(sandbox.id, "true")
+    page = await node.ask("operations", m.SandboxId(sandbox_id=sandbox.id))
+    assert len(page.operations) == node.config.max_operations + 1
+    assert sum(o.state == "running" for o in page.operations) == node.config.max_operations - 1
+
+
+async def test_close_session_and_resize(node: Node) -> None:
+    sandbox = await node.create()
+    await node.shell(sandbox.id, "cd /tmp")
+    closed = await node.operate(sandbox.id, w.CloseSession("c", "default"))
+    assert closed.result == w.Done(True)
+    assert (await node.shell(sandbox.id, "pwd")).stdout == b"/root\n"
+    await node.shell(sandbox.id, "sleep 1000", op_id="t", wait_s=0)
+    await node.ask("resize", m.ResizeOperation(sandbox_id=sandbox.id, op_id="t", rows=50, columns=100))
+    with pytest.raises(InvalidArgument):
+        await node.ask("resize", m.ResizeOperation(sandbox_id=sandbox.id, op_id="t", rows=0, columns=1))

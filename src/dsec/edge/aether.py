@@ -28,6 +28,7 @@ _event = msgspec.msgpack.Decoder(w.Event)
 _known = msgspec.msgpack.Decoder(list[w.Known])
 OUR_HELLO: Final = message(0, Type.HELLO, w.Hello(w.VERSION, w.VERSION, "", b"", []))
 MAX_TEXT: Final = 4096
+MAX_EVENTS: Final = 1000
 
 
 class Channel(Protocol):
@@ -96,6 +97,8 @@ class AetherConnection(asyncio.Protocol):
     __slots__ = (
         "_channels",
         "_error",
+        "_events",
+        "_events_since",
         "_hello",
         "_lists",
         "_next",
@@ -122,6 +125,8 @@ class AetherConnection(asyncio.Protocol):
         self._hello: asyncio.Future[w.Hello] | None = None
         self._lists: list[asyncio.Future[list[w.Known]]] | None = None
         self._error: DSecError | None = None
+        self._events = 0
+        self._events_since = 0.0
         self._owed = 0
         """Answers that aether owes: to START, ATTACH and LIST."""
         self._probed = False
@@ -282,6 +287,7 @@ class AetherConnection(asyncio.Protocol):
         if waiter is not None and not waiter.done():
             self._first(waiter, type_, payload)
         elif type_ == Type.EVENT:
+            self._count_event()
             self._owner.event(decode(_event, payload))
         elif type_ == Type.OPERATIONS:
             if not self._lists:
@@ -297,6 +303,15 @@ class AetherConnection(asyncio.Protocol):
             self.owing_since = asyncio.get_running_loop().time()
         else:
             raise ProtocolError(f"a frame of type {type_} on channel 0")
+
+    def _count_event(self) -> None:
+        """Nobody asks for events, so their rate has a bound of its own."""
+        now = asyncio.get_running_loop().time()
+        if now - self._events_since > 1:
+            self._events_since, self._events = now, 0
+        self._events += 1
+        if self._events > MAX_EVENTS:
+            raise ProtocolError(f"more than {MAX_EVENTS} events in a second")
 
     def _first(self, waiter: asyncio.Future[w.Hello], type_: int, payload: bytes) -> None:
         if type_ == Type.ERROR:

@@ -41,6 +41,8 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Ended operations held in memory, for all sandboxes; the others are read from the log."""
     stopped_kept: int = 10_000
     stopped_kept_s: float = 3600.0
+    spool_per_sandbox: int = 512 << 20
+    """Bytes of output that are kept on disk for one sandbox; beyond it the oldest goes."""
     spool_kept: int = 4 << 30
     """Bytes of output of stopped sandboxes that are kept on disk."""
     stop_deadline_s: float = 60.0

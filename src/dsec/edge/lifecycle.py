@@ -67,6 +67,7 @@ class Lifecycle:
         """Told when a sandbox has begun to run."""
         self._launching = asyncio.Semaphore(config.launches_at_once)
         self._stopping = asyncio.Semaphore(config.stops_at_once)
+        self._closed = False
         self.counts: Counter[str] = Counter()
         self._do: dict[Action, Callable[[Sandbox], None]] = {
             Action.SAVE: self._save,
@@ -89,6 +90,8 @@ class Lifecycle:
 
     def feed(self, sandbox: Sandbox, event: sm.Event) -> None:
         """One event, and all that follows from it."""
+        if self._closed:
+            return  # the next edge finds the record
         before = sandbox.state
         actions = sandbox.machine.handle(event)
         if sandbox.state is not before:
@@ -97,6 +100,10 @@ class Lifecycle:
             self._moved(sandbox)
         for action in actions:
             self._do[action](sandbox)
+
+    def close(self) -> None:
+        """Nothing happens any more."""
+        self._closed = True
 
     def adopt(self, sandbox: Sandbox) -> None:
         """A sandbox that is new here counts from now on."""
@@ -205,10 +212,9 @@ class Lifecycle:
     async def _recover(self, sandbox: Sandbox) -> None:
         handle = sandbox.record.handle
         assert handle is not None
-        backend = self.backend(sandbox)
         try:
             async with self._launching:
-                sock = await backend.recover(handle)
+                sock = await self.backend(sandbox).recover(handle)
                 connection = await AetherConnection.open(
                     sock, sandbox, self._watchdog, deadline_s=self._config.hello_deadline_s
                 )

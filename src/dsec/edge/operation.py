@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import msgspec
 
@@ -39,6 +39,9 @@ COMMANDS: Final = frozenset({"exec", "shell"})
 CONTENTS: Final = frozenset({"read_file", "get_tree", "watch"})
 """Kinds whose output is CONTENT."""
 UPLOADS: Final = frozenset({"write_file", "put_tree"})
+
+
+OperationState = Literal["running", "ended", "outcome_unknown"]
 
 
 class Host(Protocol):
@@ -80,7 +83,7 @@ class Operation:
         self.intent = intent
         self.request = request
         """The START's payload, kept until it is answered; empty in one found again by a later edge."""
-        self.state = "running"
+        self.state: OperationState = "running"
         self.started = False
         self._owed = False
         """An answer to START or ATTACH."""
@@ -266,7 +269,7 @@ class Operation:
 
     # --- the end ---
 
-    def _end(self, state: str) -> None:
+    def _end(self, state: OperationState) -> None:
         if not self.running:
             raise ProtocolError("RESULT after the end")
         self.state = state

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -23,7 +22,6 @@ from dsec.core.errors import (
     OutcomeUnknown,
     PayloadTooLarge,
     TooManyOperations,
-    Unavailable,
     from_code,
 )
 from dsec.core.ids import check_operation_id, check_session_name
@@ -33,6 +31,7 @@ from dsec.edge.operation import COMMANDS, CONTENT, CONTENTS, RESULTS, UPLOADS, O
 from dsec.edge.oplog import Entry, Intent, OperationLog, Outcome
 from dsec.edge.output import Input, Output
 from dsec.edge.sandbox import Sandbox, error_info
+from dsec.edge.spool import Spool
 from dsec.wire import aether as w
 from dsec.wire.edge import MAX_OUTPUT_LIMIT, OperationInfo
 from dsec.wire.frames import message
@@ -47,10 +46,10 @@ class Operations:
     """Shared by all sandboxes; what belongs to one is in its Sandbox."""
 
     def __init__(
-        self, oplog: OperationLog, spool: Path, config: EdgeConfig, touched: Callable[[Sandbox], None]
+        self, oplog: OperationLog, spool: Spool, config: EdgeConfig, touched: Callable[[Sandbox], None]
     ) -> None:
         self._log = oplog
-        self._spool = str(spool)
+        self._spool = spool
         self._config = config
         self._touched = touched
         """Told when the last operation of a sandbox has ended."""
@@ -58,10 +57,6 @@ class Operations:
         self._kept: OrderedDict[tuple[str, str], Operation] = OrderedDict()
         self._kept_bytes = 0
         self.total = 0
-
-    def _directory(self, sandbox_id: str) -> str:
-        """Of its spool files."""
-        return f"{self._spool}/{sandbox_id}"
 
     # --- start, join, find ---
 
@@ -78,7 +73,7 @@ class Operations:
             return _same(known, digest)
         self._check(sandbox, request, payload)
         intent = self._intent(request, digest, streamed)
-        operation = Operation(self, sandbox.id, intent, payload, self._directory(sandbox.id))
+        operation = Operation(self, sandbox.id, intent, payload, self._spool.of(sandbox.id))
         self._log.intent(sandbox.id, intent)
         sandbox.running[intent.op_id] = operation
         self._sandbox_of[operation] = sandbox
@@ -171,7 +166,7 @@ class Operations:
                 operation.sandbox_id,
                 Outcome(
                     operation.id,
-                    operation.state,
+                    "ended" if operation.state == "ended" else "outcome_unknown",
                     operation.pid,
                     _encode(operation.result) if operation.result is not None else b"",
                     error_info(operation.error) if operation.error else None,
@@ -182,6 +177,8 @@ class Operations:
                     time.time(),
                 ),
             )
+            if (out_size or err_size) and not operation.intent.streamed:
+                self._spool.settle(operation.sandbox_id, operation.id, out_size + err_size)
         except (DSecError, OSError) as e:
             log.error("outcome of %s in %s is not recorded: %s", operation.id, operation.sandbox_id, e)
             return False
@@ -204,7 +201,7 @@ class Operations:
             self._kept_bytes -= _held(self._kept.popitem(last=False)[1])
 
     def _from_log(self, sandbox_id: str, entry: Entry) -> Operation:
-        operation = Operation(self, sandbox_id, entry.intent, b"", self._directory(sandbox_id))
+        operation = Operation(self, sandbox_id, entry.intent, b"", self._spool.of(sandbox_id))
         outcome = entry.outcome
         operation.started = True
         if outcome is None:
@@ -222,7 +219,7 @@ class Operations:
         return operation
 
     def _logged(self, operation: Operation, suffix: str, spooled: int, rest: bytes) -> Output:
-        out = Output(f"{self._directory(operation.sandbox_id)}/{operation.id}{suffix}", spooled)
+        out = Output(f"{self._spool.of(operation.sandbox_id)}/{operation.id}{suffix}", spooled)
         if rest:
             out.append(rest)
         out.eof = True
@@ -277,7 +274,7 @@ class Operations:
                 sandbox.running[intent.op_id] = operation
 
     def _adopt(self, sandbox: Sandbox, intent: Intent) -> Operation:
-        operation = Operation(self, sandbox.id, intent, b"", self._directory(sandbox.id))
+        operation = Operation(self, sandbox.id, intent, b"", self._spool.of(sandbox.id))
         operation.started = True
         self._sandbox_of[operation] = sandbox
         if intent.kind in COMMANDS or intent.kind in UPLOADS:
@@ -289,7 +286,7 @@ class Operations:
         return operation
 
     def _spooled_so_far(self, operation: Operation, suffix: str) -> Output | None:
-        path = Path(self._directory(operation.sandbox_id), f"{operation.id}{suffix}")
+        path = Path(self._spool.of(operation.sandbox_id), f"{operation.id}{suffix}")
         return Output(str(path), path.stat().st_size) if path.exists() else None
 
     def lose_all(self, sandbox: Sandbox, error: DSecError) -> None:
@@ -305,13 +302,11 @@ class Operations:
     def drop(self, sandbox_id: str) -> None:
         """All records and output of a sandbox."""
         self._log.drop(sandbox_id)
-        shutil.rmtree(self._directory(sandbox_id), ignore_errors=True)
+        self._spool.drop(sandbox_id)
 
     def spooled(self, sandbox_id: str) -> int:
-        directory = Path(self._directory(sandbox_id))
-        if not directory.is_dir():
-            return 0
-        return sum(p.stat().st_size for p in directory.iterdir())
+        """Bytes of output on disk."""
+        return self._spool.size(sandbox_id)
 
     # --- answers ---
 
@@ -333,19 +328,21 @@ class Operations:
         intent = operation.intent
         out, err = operation.stdout, operation.stderr
         limit = self._config.inline_limit
+        stdout_from, stdout = _kept(operation, out, stdout_from, limit)
+        stderr_from, stderr = _kept(operation, err, stderr_from, limit)
         return OperationInfo(
             op_id=intent.op_id,
             sandbox_id=operation.sandbox_id,
             kind=intent.kind,
-            state=operation.state,  # type: ignore[arg-type]
+            state=operation.state,
             session=intent.session,
             command=intent.command,
             started_at=intent.started_at,
             pid=operation.pid,
             result=operation.result,
             error=error_info(operation.error) if operation.error else None,
-            stdout=_kept_bytes(operation, out, stdout_from, limit),
-            stderr=_kept_bytes(operation, err, stderr_from, limit),
+            stdout=stdout,
+            stderr=stderr,
             stdout_from=stdout_from,
             stderr_from=stderr_from,
             stdout_size=out.received if out else 0,
@@ -360,15 +357,18 @@ class Operations:
         self._log.close()
 
 
-def _kept_bytes(operation: Operation, out: Output | None, offset: int, limit: int) -> bytes:
-    if out is None or operation.intent.streamed or offset >= out.received:
-        return b""
+def _kept(operation: Operation, out: Output | None, offset: int, limit: int) -> tuple[int, bytes]:
+    """What is kept from `offset` on, and where that begins: at the end, if it is not kept any more."""
     if offset < 0:
         raise InvalidArgument("an offset below zero")
+    if out is None or offset >= out.received:
+        return offset, b""
+    if operation.intent.streamed:
+        return out.received, b""
     try:
-        return out.read_all(offset, limit)
+        return offset, out.read_all(offset, limit)
     except FileNotFoundError:
-        raise Unavailable(f"the output of {operation.id} is not kept any more") from None
+        return out.received, b""
 
 
 def _held(operation: Operation) -> int:

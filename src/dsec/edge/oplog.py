@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 import msgspec
 
@@ -49,8 +49,7 @@ class Intent(msgspec.Struct, frozen=True, array_like=True):
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
     op_id: str
-    state: str
-    """ended, outcome_unknown"""
+    state: Literal["ended", "outcome_unknown"]
     pid: int
     result: bytes
     """In msgpack, the struct of its kind; empty: none."""

@@ -26,7 +26,7 @@ class Retention:
     def keep(self, sandbox: Sandbox) -> None:
         """Nothing of it is left but what is kept for lookups."""
         now = asyncio.get_running_loop().time()
-        size = self._operations.spooled(sandbox.id) if sandbox.operations_total else 0
+        size = self._operations.spooled(sandbox.id)
         self._ended[sandbox.id] = (sandbox, now, size)
         self._bytes += size
         while len(self._ended) > self._config.stopped_kept or (

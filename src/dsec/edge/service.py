@@ -48,6 +48,7 @@ from dsec.edge.oplog import FileOperationLog
 from dsec.edge.records import Record, RecordStore, Slots
 from dsec.edge.retention import Retention
 from dsec.edge.sandbox import Sandbox, info_of
+from dsec.edge.spool import Spool
 from dsec.edge.tasks import Tasks
 from dsec.edge.ttl import TTLs
 from dsec.wire import edge as m
@@ -105,9 +106,11 @@ class EdgeService:
         self.slots = Slots(max(config.max_sandboxes + 64, config.max_sandboxes * 5 // 4))
         self.watchdog = Watchdog(config.answer_deadline_s)
         self.operations = Operations(
-            FileOperationLog(data / "operations"), data / "spool", config, self._touch
+            FileOperationLog(data / "operations"),
+            Spool(data / "spool", config.spool_per_sandbox),
+            config,
+            self._touch,
         )
-        (data / "spool").mkdir(exist_ok=True, mode=0o700)
         self.node = NodeProbe(config)
         self.link = Link(self.operations, self.watchdog, self.tasks, config)
         self.ttls = TTLs(self.sandboxes, self._expire)
@@ -165,6 +168,7 @@ class EdgeService:
         for closing in (self.ttls, self.retention, self.watchdog):
             closing.close()
         await self.tasks.cancel()
+        self.lifecycle.close()
         for sandbox in self.sandboxes.values():
             if (connection := sandbox.connection) is not None:
                 sandbox.connection = None
