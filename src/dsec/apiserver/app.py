@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 
@@ -100,15 +101,16 @@ class ApiServer:
     async def _socket(self, r: Request) -> None:
         try:
             await self._route(r, "WS").handler(r)
-        except ClientGone:
+        except (ClientGone, ConnectionError):
             pass
         except OperationFailed as e:
-            await refuse(r, e.error)
+            await _refuse(r, e.error)
         except DSecError as e:
-            await refuse(r, e)
-        except Exception:
-            log.exception("WebSocket %s", r.scope["path"])
-            await refuse(r, Internal("the server failed; its log says more"))
+            await _refuse(r, e)
+        except Exception as e:
+            if not isinstance(e, OSError):  # uvicorn's way to say that the client has gone
+                log.exception("WebSocket %s", r.scope["path"])
+                await _refuse(r, Internal("the server failed; its log says more"))
 
     def _route(self, r: Request, method: str) -> Route:
         """Raises Unauthenticated before anything is said about the path."""
@@ -142,3 +144,8 @@ async def _cut(r: Request) -> None:
     if abort is not None:
         abort()
         await asyncio.sleep(0)  # the protocol is told
+
+
+async def _refuse(r: Request, e: DSecError) -> None:
+    with contextlib.suppress(ClientGone, OSError):
+        await refuse(r, e)

@@ -16,7 +16,7 @@ from dsec.apiserver.access import Access
 from dsec.apiserver.convert import check_user, command_request, operation, watch_event
 from dsec.apiserver.http import ClientGone, Request, decode, error_body
 from dsec.apiserver.watch import WatchReader
-from dsec.core.errors import DSecError, Internal, InvalidArgument, Unavailable
+from dsec.core.errors import DSecError, InvalidArgument, Unauthenticated, Unavailable
 from dsec.core.ids import check_operation_id, new_operation_id
 from dsec.wire import aether as w
 from dsec.wire import api, bus
@@ -200,22 +200,20 @@ async def _until_gone(r: Request) -> None:
 
 
 async def refuse(r: Request, e: DSecError) -> None:
-    """Before the socket is open as an HTTP answer, afterwards as its last message."""
+    """As the socket's last message: a client's library shows that, and hides the body of a refused upgrade. Who has
+    no token is refused the upgrade."""
     body = error_body(e)
-    if r.scope.get("dsec.accepted"):
-        await say(r, api.AttachError(body))
-        await r.send({"type": "websocket.close", "code": FAILED})
+    if isinstance(e, Unauthenticated):
+        await _deny(r, e)
         return
-    data = _encode(api.ErrorAnswer(error=body))
-    await r.send(
-        {
-            "type": "websocket.http.response.start",
-            "status": e.http_status,
-            "headers": [(b"content-type", b"application/json")],
-        }
-    )
+    if not r.scope.get("dsec.accepted"):
+        await accept(r)
+    await say(r, api.AttachError(body))
+    await r.send({"type": "websocket.close", "code": FAILED})
+
+
+async def _deny(r: Request, e: DSecError) -> None:
+    data = _encode(api.ErrorAnswer(error=error_body(e)))
+    head = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+    await r.send({"type": "websocket.http.response.start", "status": e.http_status, "headers": head})
     await r.send({"type": "websocket.http.response.body", "body": data})
-
-
-def internal(e: Exception) -> DSecError:
-    return Internal(f"the server failed: {type(e).__name__}")

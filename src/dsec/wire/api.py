@@ -265,6 +265,15 @@ class FileInfo(Answer, kw_only=True, frozen=True):
     path_b64: bytes | None = None
     target_b64: bytes | None = None
 
+    @property
+    def path_bytes(self) -> bytes:
+        """The path as it is, whatever its bytes."""
+        return self.path.encode() if self.path_b64 is None else self.path_b64
+
+    @property
+    def name(self) -> str:
+        return self.path.rstrip("/").rpartition("/")[2]
+
 
 class FileList(Answer, kw_only=True, frozen=True):
     entries: list[FileInfo]
@@ -283,6 +292,10 @@ class WatchEvent(Answer, kw_only=True, frozen=True):
     event: str
     path: str = ""
     path_b64: bytes | None = None
+
+    @property
+    def path_bytes(self) -> bytes:
+        return self.path.encode() if self.path_b64 is None else self.path_b64
 
 
 # --- the rest -----------------------------------------------------------------------------------------------
