@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import uvloop
+from tests.apiserver.stack import StackServer, args
 
 from dsec.client import DSecClient, Sandbox
-from tests.apiserver.stack import StackServer, args
 
 
 def pytest_asyncio_loop_factories(config: Any, item: Any) -> dict[str, Any]:

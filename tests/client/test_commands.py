@@ -5,10 +5,18 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-
-from dsec.client import CommandFailed, DSecClient
-from dsec.core import errors
 from tests.apiserver.stack import StackServer, args
+
+from dsec.client import CommandFailed, DSecClient, Sandbox
+from dsec.core import errors
+
+
+async def known(sandbox: Sandbox, op_id: str) -> None:
+    """Returns when the server knows the operation."""
+    for _ in range(10_000):
+        if op_id in {o.op_id for o in await sandbox.operations()}:
+            return
+    raise AssertionError(f"{op_id} never began")
 
 
 async def test_the_listing(server: StackServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +129,7 @@ async def test_sessions(sandbox):
 
 async def test_cancelled_command_is_killed(sandbox):
     task = asyncio.create_task(sandbox.exec(["sleep", "1000"], op_id="op-c"))
-    while not any(o.op_id == "op-c" for o in await sandbox.operations()):
-        await asyncio.sleep(0)
+    await known(sandbox, "op-c")
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     result = await (await sandbox.operation("op-c")).wait()

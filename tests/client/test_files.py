@@ -88,10 +88,10 @@ async def test_errors_are_told_before_and_after_the_bytes(sandbox, tmp_path):
         await sandbox.files.write("/tmp", b"x" * (8 << 20))
     with pytest.raises(errors.FileNotFound):
         await sandbox.files.write("/no/such/x", b"x" * (8 << 20), parents=False)
+    await sandbox.files.write("/tmp/x", b"x" * 1000)
     with pytest.raises(errors.PayloadTooLarge):
-        await sandbox.files.write("/tmp/x", b"x" * 1000)
         await sandbox.files.download("/tmp/x", tmp_path / "x", limit_bytes=10)
-    assert list(tmp_path.iterdir()) == [tmp_path / "iam.db"] or not (tmp_path / "x").exists()
+    assert not [p for p in tmp_path.iterdir() if p.name == "x" or p.name.startswith(".x")]
 
 
 async def test_trees(sandbox, tmp_path: Path):
@@ -178,9 +178,8 @@ async def test_symlinks_in_the_target_are_not_followed(sandbox, tmp_path: Path):
 async def test_garbage_instead_of_an_archive(sandbox, tmp_path: Path):
     await sandbox.files.mkdir("/tmp/tree")
     await sandbox.files.write("/tmp/tree/.tar", b"garbage" * 1000)
-    with pytest.raises(Exception) as e:
+    with pytest.raises(errors.ProtocolError):
         await sandbox.files.download("/tmp/tree", tmp_path / "down")
-    assert not isinstance(e.value, AssertionError)
 
 
 async def test_watch_errors(sandbox):

@@ -1,4 +1,5 @@
-"""Between JSON bodies and the edge's messages. Everything that a caller says is checked here or on the edge."""
+"""Between JSON bodies and the edge's messages. Everything that a caller says is checked here or on the
+edge."""
 
 from __future__ import annotations
 

@@ -164,7 +164,8 @@ def decode(decoder: msgspec.json.Decoder[T], data: bytes | str) -> T:
 
 
 def check_path(path: bytes, name: str = "path") -> bytes:
-    """Dots and symlinks are resolved below the sandbox's root, where they cannot lead out; NULs are refused here."""
+    """Dots and symlinks are resolved below the sandbox's root, where they cannot lead out; NULs are refused
+    here."""
     if not path.startswith(b"/"):
         raise PathInvalid(f"{name}: must be absolute")
     if b"\0" in path:
@@ -232,8 +233,8 @@ async def answer_error(r: Request, e: DSecError, operation: Operation | None = N
 
 
 class Stream:
-    """A response whose end is not known when it begins. Not ended with `end`, it is cut, so that no reader takes
-    a part for the whole."""
+    """A response whose end is not known when it begins. Not ended with `end`, it is cut, so that no reader
+    takes a part for the whole."""
 
     def __init__(
         self, r: Request, content_type: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()

@@ -94,7 +94,7 @@ class Server:
     """`url = await start(host, port)`, `await stop()`. Port 0 takes a free one."""
 
     def __init__(self, app: ApiServer) -> None:
-        # Its own messages are of clients that go away and answers that are cut: the application logs what matters.
+        # Its own messages are of clients that go away and answers that are cut: the app logs what matters.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self._config = uvicorn.Config(
             app,

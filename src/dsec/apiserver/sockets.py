@@ -1,8 +1,8 @@
 """WebSockets: attach to an operation, watch a directory.
 
-attach: binary frames carry bytes after a header of stream and offset (dsec.wire.api.ATTACH_HEADER), text frames control
-messages. With `start=true` the first message is the request, which begins the operation or joins it, so that a stream
-that broke is taken up again by the same messages with the offsets reached.
+attach: binary frames carry bytes after a header of stream and offset (dsec.wire.api.ATTACH_HEADER), text
+frames control messages. With `start=true` the first message is the request, which begins the operation or
+joins it, so that a stream that broke is taken up again by the same messages with the offsets reached.
 """
 
 from __future__ import annotations
@@ -200,8 +200,8 @@ async def _until_gone(r: Request) -> None:
 
 
 async def refuse(r: Request, e: DSecError) -> None:
-    """As the socket's last message: a client's library shows that, and hides the body of a refused upgrade. Who has
-    no token is refused the upgrade."""
+    """As the socket's last message: a client's library shows that, and hides the body of a refused upgrade.
+    Who has no token is refused the upgrade."""
     body = error_body(e)
     if isinstance(e, Unauthenticated):
         await _deny(r, e)

@@ -9,10 +9,11 @@ from dsec.apiserver.http import ClientGone, Request
 
 
 class WhileConnected:
-    """`async with WhileConnected(request):` the body is cancelled, and ClientGone raised, once the client has gone.
+    """`async with WhileConnected(request):` the body is cancelled, and ClientGone raised, once the client
+    has gone.
 
-    The request's body must have been read. It starts to look only after `delay_s`, so that an answer that comes
-    quickly does not pay for it.
+    The request's body must have been read. It starts to look only after `delay_s`, so that an answer that
+    comes quickly does not pay for it.
     """
 
     def __init__(self, r: Request, delay_s: float = 0.2) -> None:

@@ -29,10 +29,11 @@ _line = msgspec.json.Decoder(api.BatchLine)
 
 
 class DSecClient:
-    """`await open()` … `await close()`, or `async with`. Server and token by argument or DSEC_URL and DSEC_TOKEN.
+    """`await open()` … `await close()`, or `async with`. Server and token by argument or DSEC_URL and
+    DSEC_TOKEN.
 
-    `retries`: how often a request is repeated on a broken connection. That is safe: each carries an id by which the
-    server sees a repeat, so that nothing runs twice.
+    `retries`: how often a request is repeated on a broken connection. That is safe: each carries an id by
+    which the server sees a repeat, so that nothing runs twice.
     """
 
     def __init__(
@@ -83,10 +84,11 @@ class DSecClient:
     async def run_container(
         self, args: DSecContainerRunArgs, timeout: float = 120.0, *, idempotency_key: str | None = None
     ) -> Sandbox:
-        """A new sandbox, when it runs. Raises DeadlineExceeded after `timeout` seconds, and other DSecErrors.
+        """A new sandbox, when it runs. Raises DeadlineExceeded after `timeout` seconds, and other
+        DSecErrors.
 
-        A repeat with the same `idempotency_key` gets the sandbox of the first. A call that is cancelled or fails
-        without a key leaves no sandbox behind.
+        A repeat with the same `idempotency_key` gets the sandbox of the first. A call that is cancelled or
+        fails without a key leaves no sandbox behind.
         """
         key = idempotency_key or uuid4().hex
         connection = self._connection

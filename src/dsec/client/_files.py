@@ -30,7 +30,8 @@ _end = msgspec.json.Decoder(api.ToClient)
 
 
 class Files:
-    """Paths are absolute and resolved inside the sandbox. `user`: the acting user, whose permissions count."""
+    """Paths are absolute and resolved inside the sandbox. `user`: the acting user, whose permissions
+    count."""
 
     def __init__(self, connection: Connection, sandbox_id: str) -> None:
         self._connection = connection
@@ -88,8 +89,8 @@ class Files:
     ) -> api.FileInfo:
         """Write a file, whole or not at all; it can be read when this returns.
 
-        `mode` (None: 0644 less umask for a new file, else kept); `owner`: user, user:group, uid:gid (empty: the
-        acting user); `parents`: make missing ones; `append`: add to what is there.
+        `mode` (None: 0644 less umask for a new file, else kept); `owner`: user, user:group, uid:gid (empty:
+        the acting user); `parents`: make missing ones; `append`: add to what is there.
         """
         content = data.encode() if isinstance(data, str) else data
         whole = isinstance(content, bytes)
@@ -160,7 +161,8 @@ class Files:
     async def list(
         self, path: RemotePath, *, depth: int = 1, limit: int = 100_000, user: str = ""
     ) -> list[api.FileInfo]:
-        """Entries of a directory, `depth` levels deep. Raises PayloadTooLarge when there are more than `limit`."""
+        """Entries of a directory, `depth` levels deep. Raises PayloadTooLarge when there are more than
+        `limit`."""
         where = query(path=raw(path), depth=depth, limit=limit, user=user or None)
         found = await self._connection.call(api.FileList, "GET", self._target + where)
         if found.truncated:
@@ -193,9 +195,7 @@ class Files:
         self, path: RemotePath, target: RemotePath, *, overwrite: bool = False, user: str = ""
     ) -> api.FileInfo:
         """Raises FileExists, unless `overwrite`."""
-        where = query(
-            path=raw(path), target=raw(target), overwrite=overwrite, user=user or None, **_once()
-        )
+        where = query(path=raw(path), target=raw(target), overwrite=overwrite, user=user or None, **_once())
         return await self._connection.call(api.FileInfo, "POST", f"{self._target}/move{where}")
 
     async def remove(
@@ -241,7 +241,8 @@ class Files:
     async def upload(
         self, local: Path | str, path: RemotePath, *, owner: str = "", user: str = "", parents: bool = True
     ) -> api.TreeResult:
-        """A file to `path`, or a directory's contents below `path`; with modes and times. Symlinks stay symlinks."""
+        """A file to `path`, or a directory's contents below `path`; with modes and times. Symlinks stay
+        symlinks."""
         local = Path(local)
         if local.is_dir():
             return await self._upload_tree(local, path, owner, user)
@@ -291,7 +292,8 @@ class Files:
     ) -> api.TreeResult:
         """A file to `local` (or into it, if it is a directory), or a directory's contents below `local`.
 
-        Nothing is written outside of `local`, whatever the sandbox holds. `limit_bytes`: raises PayloadTooLarge past it.
+        Nothing is written outside of `local`, whatever the sandbox holds. `limit_bytes`: raises
+        PayloadTooLarge past it.
         """
         local = Path(local)
         found = await self.stat(path, user=user)

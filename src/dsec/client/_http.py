@@ -45,7 +45,8 @@ def decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
 
 
 class Connection:
-    """One server and one token. A request is repeated on a broken connection only where a repeat joins the first."""
+    """One server and one token. A request is repeated on a broken connection only where a repeat joins the
+    first."""
 
     def __init__(self, transport: Transport, token: str, retries: int) -> None:
         self.transport = transport

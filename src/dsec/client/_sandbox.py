@@ -118,12 +118,12 @@ class Sandbox:
     ) -> CommandResult | Command:
         """Run a command in a shell session, which is begun if there is none of this name.
 
-        `timeout` (seconds) ends the command and what it began; the result's reason is then `timed_out`. `stdin`:
-        bytes or text given whole; True (with `background`): sent later through the handle; None: no input.
-        `background`: returns a handle at once; the command runs in a shell of its own, which begins with the session's
-        directory and environment. `output_limit`: bytes kept per stream; what is beyond is counted.
-        Repeating an `op_id` joins the first, and runs nothing twice. What runs inside could forge the status that a
-        session's shell reports; `exec` is for verdicts. Raises DSecError.
+        `timeout` (seconds) ends the command and what it began; the result's reason is then `timed_out`.
+        `stdin`: bytes or text given whole; True (with `background`): sent later through the handle; None: no
+        input. `background`: returns a handle at once; the command runs in a shell of its own, which begins
+        with the session's directory and environment. `output_limit`: bytes kept per stream; what is beyond
+        is counted. Repeating an `op_id` joins the first, and runs nothing twice. What runs inside could
+        forge the status that a session's shell reports; `exec` is for verdicts. Raises DSecError.
         """
         first, rest = _stdin(stdin)
         request = api.ShellRequest(

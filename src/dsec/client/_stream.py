@@ -27,7 +27,8 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class OperationStream:
-    """Iterate for chunks; afterwards `operation` says how it ended. An error is raised, never taken for an end."""
+    """Iterate for chunks; afterwards `operation` says how it ended. An error is raised, never taken for an
+    end."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Local trees to and from tar streams. What comes from a sandbox is hostile.
 
-Every name is walked component by component, below a directory descriptor and without following symlinks: neither an
-archive nor a symlink that lies in the target already leads out of it.
+Every name is walked component by component, below a directory descriptor and without following symlinks:
+neither an archive nor a symlink that lies in the target already leads out of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from dsec.core.errors import NotADirectory, PathInvalid, PayloadTooLarge
+from dsec.core.errors import NotADirectory, PathInvalid, PayloadTooLarge, ProtocolError
 from dsec.wire.api import TreeResult
 
 BLOCK: Final = 1 << 20
@@ -27,7 +27,8 @@ PERMISSIONS: Final = 0o777
 
 
 def pack(root: Path, out: Any) -> TreeResult:
-    """Write the tree below `root` as a pax archive. Symlinks stay symlinks; sockets, devices and FIFOs are left out."""
+    """Write the tree below `root` as a pax archive. Symlinks stay symlinks; sockets, devices and FIFOs are
+    left out."""
     entries = size = 0
     with tarfile.open(
         fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, bufsize=BLOCK, errors="surrogateescape"
@@ -66,7 +67,8 @@ def _walk(directory: Path | str, name: str) -> Iterator[tuple[str, str]]:
 
 
 def unpack(source: Any, root: Path, limit_bytes: int | None = None) -> TreeResult:
-    """Unpack a tar stream below `root`, which is made. Raises PathInvalid, NotADirectory, PayloadTooLarge, OSError."""
+    """Unpack a tar stream below `root`, which is made. Raises PathInvalid, NotADirectory, PayloadTooLarge,
+    OSError."""
     root.mkdir(parents=True, exist_ok=True)
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     unpacker = _Unpacker(fd, limit_bytes)
@@ -75,6 +77,8 @@ def unpack(source: Any, root: Path, limit_bytes: int | None = None) -> TreeResul
             for member in tar:
                 unpacker.add(tar, member)
         unpacker.finish()
+    except tarfile.TarError as e:
+        raise ProtocolError(f"what the sandbox sent is no whole archive: {e}") from e
     finally:
         unpacker.close()
     return TreeResult(entries=unpacker.entries, bytes=unpacker.bytes)
@@ -87,7 +91,8 @@ class _Unpacker:
         self._parent: tuple[tuple[str, ...], int] = ((), os.dup(root))
         """The directory that was used last."""
         self._directories: list[tuple[tuple[str, ...], int, int]] = []
-        """Mode and time of each, set at the end: they may forbid, and are changed by, what is put into them."""
+        """Mode and time of each, set at the end: they may forbid, and are changed by, what is put into
+        them."""
         self.entries = 0
         self.bytes = 0
 

@@ -84,7 +84,7 @@ class TokenStore:
         """Raises Unauthenticated."""
         digest = _hash(token)
         for_digest = self._known.get(digest)
-        # A hash of 256 random bits tells an attacker who times the lookup nothing; compared whole all the same.
+        # The time of a lookup by a hash of 256 random bits tells nothing; compared whole all the same.
         if for_digest is None or not hmac.compare_digest(digest, _hash(token)) or len(token) > MAX_TOKEN:
             raise Unauthenticated("the bearer token is not known: set DSEC_TOKEN to the server's token")
         return for_digest

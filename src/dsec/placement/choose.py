@@ -1,7 +1,7 @@
 """Where a sandbox goes: filter, then the least loaded of k nodes taken at random. Pure.
 
-Sampling instead of sorting keeps instances that do not talk to each other from all choosing one node (the power of two
-choices); each adds what it has placed itself since the last report.
+Sampling instead of sorting keeps instances that do not talk to each other from all choosing one node (the
+power of two choices); each adds what it has placed itself since the last report.
 """
 
 from __future__ import annotations

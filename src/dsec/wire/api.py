@@ -1,8 +1,8 @@
 """The JSON bodies of HTTP `/v1`, shared by the apiserver and the SDK.
 
-Bytes in JSON are a string where they are valid UTF-8, else `{"data": "<base64>", "encoding": "base64"}`. Times are
-Unix seconds, durations seconds, sizes bytes, unless a name says otherwise. Request bodies with a field that is not
-known are refused; answers may get new fields.
+Bytes in JSON are a string where they are valid UTF-8, else `{"data": "<base64>", "encoding": "base64"}`.
+Times are Unix seconds, durations seconds, sizes bytes, unless a name says otherwise. Request bodies with a
+field that is not known are refused; answers may get new fields.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class ErrorBody(Answer, kw_only=True, frozen=True):
     """One of a closed list: dsec.core.errors."""
     message: str
     retry: Literal["safe", "never", "unknown"] = "never"
-    """`safe`: repeat it as it is. `never`: it will fail again. `unknown`: it may have happened; look first."""
+    """`safe`: repeat it as it is. `never`: it will fail again. `unknown`: it may have happened; look
+    first."""
     details: dict[str, str | int | float | bool | None] = {}
 
 
