@@ -285,7 +285,7 @@ static int unpack_one(struct unpack *u, struct entry *e)
     char *name = trimmed(e->name), *base;
     if (escapes(name))
         return refuse(u, e->name, "leads out of the target");
-    if (!strchr("0\00012567", e->type) || e->type == '3' || e->type == '4')
+    if (e->type != '0' && e->type != '1' && e->type != '2' && e->type != '5' && e->type != '6')
         return refuse(u, name, "is neither file, directory, link nor FIFO");
     if (++u->entries > u->most_entries || (u->bytes += e->type == '0' || !e->type ? e->size : 0) > u->most_bytes)
         return say_failure(u->w, "payload_too_large", 0, "entry %s: the archive is over its limits", name), -1;

@@ -14,9 +14,20 @@ struct job {
     int in, out, result;
 };
 
+/* A worker is no new program: what aether holds open, it would hold too. It keeps its own three descriptors. */
 static int run(void *arg)
 {
-    const struct job *j = arg;
+    struct job *j = arg;
+    int *kept[3] = { &j->in, &j->out, &j->result };
+    for (int i = 0; i < 3; i++)
+        if (*kept[i] >= 0)
+            *kept[i] = fcntl(*kept[i], F_DUPFD_CLOEXEC, 16);
+    for (int i = 0; i < 3; i++)
+        if (*kept[i] >= 0) {
+            dup2(*kept[i], i);
+            *kept[i] = i;
+        }
+    syscall(SYS_close_range, 3, ~0U, 0);
     return worker_main(j->kind, j->payload, j->n, j->in, j->out, j->result);
 }
 

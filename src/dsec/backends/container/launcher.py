@@ -75,6 +75,7 @@ class Launcher:
         actions = [
             (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDWR, 0),
             (os.POSIX_SPAWN_DUP2, 0, 1),
+            (os.POSIX_SPAWN_DUP2, 0, 2),  # sandboxes outlive us: they must not hold whoever reads our output
             (os.POSIX_SPAWN_DUP2, control, CONTROL_FD),
         ]
         path = f"/proc/self/fd/{program}"
