@@ -34,22 +34,24 @@ FRAME = re.compile(r"^(?P<function>.+) \((?P<file>[^():]+)(?::\d+)?\)$")
 @click.command()
 @click.option("--count", default=1000, show_default=True)
 @click.option("--concurrency", default=64, show_default=True)
-@click.option("--cycles", is_flag=True, help="Create, one command, destroy, instead of creation alone.")
+@click.option("--stacks/--no-stacks", default=True, help="Sample stacks, which costs time itself.")
 @click.option("--lines", default=25, show_default=True, help="Functions shown.")
-def main(count: int, concurrency: int, cycles: bool, lines: int) -> None:
+def main(count: int, concurrency: int, stacks: bool, lines: int) -> None:
     """Profile a burst on a server of its own."""
     with target(Options()) as to, TemporaryDirectory() as top:
-        with_client(to, lambda client: _profile(client, to, count, concurrency, Path(top)))
+        with_client(
+            to, lambda client: _profile(client, to, count, concurrency, Path(top) if stacks else None)
+        )
         for who in ("server", "load"):
-            stacks = Path(top) / who
-            if stacks.exists():
-                show_stacks(who, stacks.read_text().splitlines(), lines)
+            samples = Path(top) / who
+            if samples.exists():
+                show_stacks(who, samples.read_text().splitlines(), lines)
 
 
-async def _profile(client: DSecClient, to: Target, count: int, concurrency: int, top: Path) -> None:
+async def _profile(client: DSecClient, to: Target, count: int, concurrency: int, top: Path | None) -> None:
     warm, fleet = Fleet(client, to), Fleet(client, to)
     await warm.grow(8, 8)
-    with sampled(to.pid, top / "server"), sampled(os.getpid(), top / "load"):
+    with sampled(to.pid, top, "server"), sampled(os.getpid(), top, "load"):
         before, busy = _spent(to), host.host_busy_seconds()
         made = await fleet.grow(count, concurrency)
         busy = host.host_busy_seconds() - busy
@@ -83,8 +85,12 @@ def _show_parties(made: Timings, seconds: dict[str, float], busy: float) -> None
 
 
 @contextmanager
-def sampled(pid: int, out: Path) -> Iterator[None]:
-    """py-spy on a process, where it is installed."""
+def sampled(pid: int, top: Path | None, who: str) -> Iterator[None]:
+    """py-spy on a process, where it is installed; its samples are in `top / who` afterwards."""
+    if top is None:
+        yield
+        return
+    out = top / who
     beside = Path(sys.executable).with_name("py-spy")
     spy = str(beside) if beside.exists() else shutil.which("py-spy")
     if not spy:
