@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
+from dsec.client import DSecClient, DSecContainerRunArgs
 from tests.e2e.layers import stock_store
 from tests.e2e.server import ServerProcess
 
@@ -19,10 +21,19 @@ def stocked(tmp_path_factory) -> Path:
     return data
 
 
+async def warm(process: ServerProcess) -> None:
+    """Layers stay mounted once they were used: use them before the first look at what a test leaves."""
+    async with DSecClient(url=process.url, token=process.token) as client:
+        for image in ("base", "empty"):
+            sandbox = await client.run_container(DSecContainerRunArgs(container_image=image))
+            await sandbox.stop()
+
+
 @pytest.fixture(scope="module")
 def server(stocked, tmp_path_factory):
     """A running server; what it leaves behind when it stops is the leak check's matter."""
     process = ServerProcess(stocked)
     process.start()
+    asyncio.run(warm(process))
     yield process
     process.stop()

@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import select
+import shutil
 import signal
 import socket
 import time
@@ -30,7 +31,7 @@ from dsec.backends.container.overlay import ByDescriptor, Overlay, Staged
 from dsec.backends.container.pool import Pool
 from dsec.core.errors import DiskFull, DSecError, LaunchFailed, SandboxFailed, Unavailable, Unsupported
 from dsec.linux.cgroup import Group, Limits, detect
-from dsec.linux.probe import detached_tmpfs, overlay_by_fd
+from dsec.linux.probe import detached_tmpfs, erofs_file_mount, overlay_by_fd
 from dsec.linux.syscalls import (
     MOUNT_ATTR_IDMAP,
     MOUNT_ATTR_NOEXEC,
@@ -47,6 +48,7 @@ THREADS: Final = 16
 READY_LIMIT_S: Final = 30.0
 END_LIMIT_S: Final = 20.0
 BACKLOG: Final = 4
+NAMED: Final = "ae:"
 DEVICES: Final = {"null": 3, "zero": 5, "full": 7, "random": 8, "urandom": 9}
 
 
@@ -125,6 +127,8 @@ class ContainerBackend:
         self._home = self.cgroups.home()
         self._home_ooms = self.cgroups.home_oom_kills()
         self.layers.open()
+        if shutil.which("mkfs.erofs"):
+            self.layers.file_backed = not erofs_file_mount()
         self.pool.open()
         self.overlay = self._choose_overlay()
         self._dev = self._make_dev()
@@ -235,7 +239,7 @@ class ContainerBackend:
             return self._launch(spec)
         except BaseException as e:
             with contextlib.suppress(Exception):
-                self._destroy(self.half_made(spec.sandbox_id, spec.slot), None)
+                self._destroy(self.half_made(spec.sandbox_id, spec.slot))
             if isinstance(e, OSError):
                 raise _typed(e, spec.sandbox_id) from e
             raise
@@ -514,22 +518,23 @@ class ContainerBackend:
             os.close(pidfd)
 
     async def destroy(self, handle: Handle) -> None:
-        await self._in_thread(lambda: self._destroy(handle, None))
+        await self._in_thread(lambda: self._destroy(handle))
         self._forget_pidfd(handle.sandbox_id)
         self._own.pop(handle.pid, None)
         self._statuses.pop(handle.pid, None)
         if (future := self._exits.pop(handle.sandbox_id, None)) and not future.done():
             future.set_result(Exit(signal=signal.SIGKILL))
 
-    def _destroy(self, handle: Handle, _: None) -> None:
+    def _destroy(self, handle: Handle) -> None:
         """Each part is tried, whatever became of the others; what failed last is raised."""
         problem: Exception | None = None
-        for part in (
+        parts: tuple[Callable[[], None], ...] = (
             lambda: self._stop(handle),
             lambda: self.cgroups.remove(handle.sandbox_id),
             lambda: self.pool.destroy(handle.sandbox_id),
             lambda: _unlink(self._run_fd, handle.sandbox_id),
-        ):
+        )
+        for part in parts:
             try:
                 part()
             except (OSError, DSecError) as e:
@@ -556,28 +561,36 @@ class ContainerBackend:
     def _reclaim(self, claimed: frozenset[str]) -> list[str]:
         """By name, and what has no name, an aether that no record knows, by its group."""
         told: list[str] = []
-        known = {fd for sandbox_id, fd in self._pidfds.items() if sandbox_id in claimed}
-        pids = {_pid_of(fd) for fd in known} | {launcher.pid for launcher in self._launchers}
-        for pid in self.cgroups.home_pids() - pids:
-            with contextlib.suppress(ProcessLookupError):
+        own = {launcher.pid for launcher in self._launchers}
+        names = {aether_name(sandbox_id) for sandbox_id in claimed}
+        for pid in self.cgroups.home_pids() - own:
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
                 pidfd = os.pidfd_open(pid)
-                _kill(pidfd)
-                select.select([pidfd], [], [], END_LIMIT_S)
-                os.close(pidfd)
-                told.append(f"process {pid}")
+                try:
+                    name, parent = _name_and_parent(pid)
+                    if name not in names and (name.startswith(NAMED) or parent not in own):
+                        _kill(pidfd)
+                        select.select([pidfd], [], [], END_LIMIT_S)
+                        told.append(f"process {pid} ({name})")
+                finally:
+                    os.close(pidfd)
         sockets = {e.name for e in self.run.iterdir() if e.is_socket()}
         for name in sorted((self.cgroups.names() | self.pool.names() | sockets) - claimed):
             with contextlib.suppress(DSecError):
-                self._destroy(self.half_made(name, 0), None)
+                self._destroy(self.half_made(name, 0))
                 told.append(f"sandbox {name}")
         return told
 
 
-def _pid_of(pidfd: int) -> int:
-    for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines():
-        if line.startswith("Pid:"):
-            return int(line.split()[1])
-    return -1
+def aether_name(sandbox_id: str) -> str:
+    """The name that a sandbox's aether gives its process; before it knows its id it is plain `aether`."""
+    return f"{NAMED}{sandbox_id[-12:]}"
+
+
+def _name_and_parent(pid: int) -> tuple[str, int]:
+    text = Path(f"/proc/{pid}/stat").read_text()
+    name, _, rest = text.partition("(")[2].rpartition(")")
+    return name, int(rest.split()[1])
 
 
 def _kill(pidfd: int) -> None:
