@@ -8,8 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from tests import leaks
+
+# libuv opens one pair of descriptors for the life of the process, with its first loop: not a test's leak.
+uvloop.new_event_loop().close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

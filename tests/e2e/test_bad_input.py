@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 
 import aiohttp
 import pytest
@@ -205,7 +206,7 @@ async def test_body_over_the_limit(server, sandbox):
     async with (
         aiohttp.ClientSession() as session,
         session.post(
-            f"{server.url}/v1/sandboxes/{sandbox.id}/exec", data=b"[" * (64 << 20), headers=headers
+            f"{server.url}/v1/sandboxes/{sandbox.id}/exec", data=io.BytesIO(b"[" * (64 << 20)), headers=headers
         ) as response,
     ):
         assert response.status == 413
