@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _check(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     below = Path(tmp_path_factory.getbasetemp())
-    leaks.become_subreaper()
+    leaks.prepare()
     gc.collect()
     before = leaks.snapshot(below)
     yield
