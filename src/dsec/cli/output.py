@@ -10,8 +10,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-console = Console(highlight=False)
-errors = Console(stderr=True, highlight=False)
+# Into a pipe a line is a line: nothing that a program cuts at spaces is folded.
+console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
+errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
@@ -23,8 +24,8 @@ def print_json(value: Any) -> None:
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str | None = None) -> None:
     """A plain table. Cells may hold markup; nothing that a sandbox printed goes through here unescaped."""
     out = Table(title=title, box=None, pad_edge=False, title_justify="left")
-    for column in columns:
-        out.add_column(column, overflow="fold")
+    for i, column in enumerate(columns):
+        out.add_column(column, overflow="fold", no_wrap=i == 0)
     for row in rows:
         out.add_row(*(str(cell) for cell in row))
     console.print(out)
