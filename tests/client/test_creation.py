@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests.apiserver.stack import StackServer, args
 
 from dsec.client import DSecClient
 from dsec.client._transport import AiohttpTransport, Body, Response, TransportError
 from dsec.core import errors
-from tests.apiserver.stack import StackServer, args
 
 
 async def states(client: DSecClient) -> list[str]:

@@ -9,10 +9,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.apiserver.stack import StackServer, args
 
 from dsec.client import sync
 from dsec.core import errors
-from tests.apiserver.stack import StackServer, args
 
 ROOT = Path(__file__).resolve().parents[2]
 

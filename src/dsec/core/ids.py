@@ -11,10 +11,10 @@ import re
 
 from dsec.core.errors import InvalidArgument
 
-EDGE_ID = re.compile(r"^[a-z0-9]{1,24}$")
-SANDBOX_ID = re.compile(r"^sbx-([a-z0-9]{1,24})-([a-z2-7]{12})$")
-OPERATION_ID = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
-SESSION_NAME = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
+EDGE_ID = re.compile(r"^[a-z0-9]{1,24}\Z")
+SANDBOX_ID = re.compile(r"^sbx-([a-z0-9]{1,24})-([a-z2-7]{12})\Z")
+OPERATION_ID = re.compile(r"^[A-Za-z0-9._-]{1,64}\Z")
+SESSION_NAME = re.compile(r"^[A-Za-z0-9._-]{1,64}\Z")
 
 
 def _random32(n_bytes: int) -> str:

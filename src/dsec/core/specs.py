@@ -17,12 +17,12 @@ MAX_ENV: Final = 512
 MAX_ENV_BYTES: Final = 256 << 10
 MAX_LAYERS: Final = 64
 MAX_TTL: Final = 30 * 24 * 3600
-LAYER_REF: Final = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,254}$")
-LABEL_KEY: Final = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,62}$")
-NAME: Final = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
-HOSTNAME: Final = re.compile(r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
-USER: Final = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,31})?$")
-ENV_NAME: Final = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+LAYER_REF: Final = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,254}\Z")
+LABEL_KEY: Final = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,62}\Z")
+NAME: Final = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")
+HOSTNAME: Final = re.compile(r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\Z")
+USER: Final = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,31})?\Z")
+ENV_NAME: Final = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*\Z")
 
 Short = Annotated[str, Meta(max_length=255)]
 
