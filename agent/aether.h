@@ -60,6 +60,7 @@ struct output {
     struct buf held;
     uint64_t base, sent, total, kept;
     bool ended, end_sent;
+    bool quiet; /* a session's FIFO that nobody writes to now: watching it would spin */
 };
 
 struct op {

@@ -150,7 +150,8 @@ static bool pump(struct op *o, struct source *src, struct output *s)
             return true;
         if (r < 0) {
             if (o->kind == OP_SHELL && !o->exited) {
-                loop_watch(src, 0); /* no writer at this moment; the shell's word ends the command */
+                s->quiet = true; /* the shell's word ends the command */
+                loop_watch(src, 0);
                 return true;
             }
             close_source(src);
@@ -163,7 +164,7 @@ static bool pump(struct op *o, struct source *src, struct output *s)
 static void watch_output(struct op *o, struct source *src, const struct output *s)
 {
     if (src->fd >= 0)
-        loop_watch(src, room(o, s) ? EPOLLIN : 0);
+        loop_watch(src, room(o, s) && !s->quiet ? EPOLLIN : 0);
 }
 
 void op_output_done(struct op *o)
@@ -227,11 +228,8 @@ void op_pump(struct op *o)
     pump(o, &o->out, &o->streams[o->out_stream]);
     if (!o->single)
         pump(o, &o->err, &o->streams[S_STDERR]);
-    bool eof_ok = o->kind != OP_SHELL;
-    if (eof_ok || o->out.events)
-        watch_output(o, &o->out, &o->streams[o->out_stream]);
-    if (eof_ok || o->err.events)
-        watch_output(o, &o->err, &o->streams[S_STDERR]);
+    watch_output(o, &o->out, &o->streams[o->out_stream]);
+    watch_output(o, &o->err, &o->streams[S_STDERR]);
 }
 
 static void out_ready(struct source *s, uint32_t events)
