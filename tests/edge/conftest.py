@@ -142,15 +142,16 @@ def shell(op_id: str, command: str, **how: Any) -> w.Shell:
 
 async def read_all(stream: LocalStream) -> tuple[bytes, bytes, m.OperationInfo]:
     """All output of an attached stream, and the end. Checks that offsets follow each other."""
-    got: dict[int, bytes] = {}
+    got: dict[int, list[bytes]] = {}
     at: dict[int, int] = {}
     async for frame in stream:
         if isinstance(frame, m.Output):
             assert frame.offset == at.get(frame.stream, frame.offset)
             at[frame.stream] = frame.offset + len(frame.data)
-            got[frame.stream] = got.get(frame.stream, b"") + frame.data
+            got.setdefault(frame.stream, []).append(frame.data)
         elif isinstance(frame, m.OperationEnd):
-            return got.get(1, b"") or got.get(3, b""), got.get(2, b""), frame.operation
+            out, err, content = (b"".join(got.get(n, [])) for n in (1, 2, 3))
+            return out or content, err, frame.operation
     raise AssertionError("the stream ended before the operation")
 
 
