@@ -57,20 +57,22 @@ class StackServer:
         self.server = Server(self.api)
         self.url = await self.server.start("127.0.0.1", port)
 
-    async def stop_http(self) -> None:
+    def cut(self) -> None:
+        """All connections break."""
         for connection in list(self.server._server.server_state.connections):
             connection.transport.abort()
-        await self.server.stop()
 
-    async def stop(self, *, keep: bool = False) -> None:
-        await self.stop_http()
+    async def stop(self, *, keep: bool = False, graceful: bool = False) -> None:
+        if not graceful:
+            self.cut()
+        await self.server.stop()
         await self.api.stop()
         await self.edge.stop(keep=keep)
         await self.bus.close()
 
-    async def restart(self) -> None:
+    async def restart(self, *, graceful: bool = False) -> None:
         port = int(self.url.rsplit(":", 1)[1])
-        await self.stop(keep=True)
+        await self.stop(keep=True, graceful=graceful)
         await self.start(port)
 
     def client(self, **how: Any) -> DSecClient:

@@ -64,7 +64,7 @@ async def test_answers_are_as_it_says(server, sandbox, document):
         await check(box, name)
         await check(f"{box}/stats", f"{name}/stats")
         await check("/v1/node", "/v1/node")
-        body = {"argv": ["echo", "x", {"data": "/w==", "encoding": "base64"}]}
+        body = {"argv": ["/bin/cat"], "stdin": {"data": "/w==", "encoding": "base64"}}
         await check(f"{box}/exec", f"{name}/exec", method="POST", json=body)
         await check(f"{box}/shell", f"{name}/shell", method="POST", json={"command": "echo x", "wait_s": 0})
         await check(f"{box}/operations", f"{name}/operations")

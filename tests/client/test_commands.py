@@ -176,6 +176,13 @@ async def test_server_that_comes_back(server, sandbox):
     assert (await command.wait()).stdout == b"before\nafter\n"
 
 
+async def test_wait_over_a_graceful_restart(server, sandbox):
+    task = asyncio.create_task(sandbox.exec(["sleep", "6"], op_id="op-long"))
+    await known(sandbox, "op-long")
+    await server.restart(graceful=True)
+    assert (await task).ok
+
+
 async def test_stream_over_a_restart(server, sandbox):
     command = await sandbox.exec(["/bin/cat"], stdin=True, background=True)
     await command.send_stdin("one\n")

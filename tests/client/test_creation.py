@@ -112,8 +112,7 @@ async def test_many_over_a_broken_connection(server: StackServer) -> None:
         many = client.run_many(args(), count=8)
         first = asyncio.ensure_future(anext(many))
         await wait_for(client, 8)
-        for connection in list(server.server._server.server_state.connections):
-            connection.transport.abort()
+        server.cut()
         gate.set()
         ids = {(await first).id} | {s.id async for s in many}
         assert len(ids) == 8

@@ -81,6 +81,10 @@ class ApiServer:
             await self._route(r, r.scope["method"]).handler(r)
         except ClientGone:
             await _cut(r)
+        except asyncio.CancelledError:
+            # The server stops. To its client that is a lost connection, which it takes up again.
+            await _cut(r)
+            raise
         except OperationFailed as e:
             if started:
                 await _cut(r)

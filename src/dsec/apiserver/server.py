@@ -22,7 +22,8 @@ MAX_HEADER_BYTES: Final = 64 << 10
 HIGH_WATER: Final = 1 << 20
 """Bytes of a body, or of an answer, that wait before the sender is stopped."""
 BACKLOG: Final = 4096
-STOP_S: Final = 10
+STOP_S: Final = 2
+"""For answers under way, at the end. Waits for commands are cut then, and taken up by the next server."""
 WS_MAX: Final = 2 << 20
 PING_S: Final = 20.0
 
@@ -59,6 +60,8 @@ class Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._header_bytes = 0
+        if self._late is None:
+            self._late = self.loop.call_later(HEADERS_S, self._too_late)
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
