@@ -141,6 +141,8 @@ def test_watch_events_are_cut_where_they_end() -> None:
         ["attrib", b"/b"],
     ]
     data = b"".join(msgspec.msgpack.encode(e) for e in events)
+    data += b"\x92\xdb\0\0\0\x01x\xc6\0\0\0\x02/y"
+    events.append(["x", b"/y"])
     for step in (1, 2, 7, len(data)):
         reader = WatchReader()
         got = [e for at in range(0, len(data), step) for e in reader.feed(data[at : at + step])]

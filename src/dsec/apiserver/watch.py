@@ -7,6 +7,8 @@ from typing import Final
 from dsec.core.errors import ProtocolError
 
 MAX_ITEM: Final = 64 << 10
+_WIDTHS: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+"""Of the length that follows: bin 8, 16, 32, str 8, 16, 32."""
 
 
 class WatchReader:
@@ -44,8 +46,8 @@ def _bytes(data: bytes, at: int) -> tuple[bytes, int] | None:
     kind = data[at]
     if 0xA0 <= kind <= 0xBF:
         start, size = at + 1, kind & 0x1F
-    elif kind in (0xC4, 0xD9, 0xC5, 0xDA):
-        width = 1 if kind in (0xC4, 0xD9) else 2
+    elif kind in _WIDTHS:
+        width = _WIDTHS[kind]
         start, size = at + 1 + width, int.from_bytes(data[at + 1 : at + 1 + width], "big")
         if len(data) < start:
             return None

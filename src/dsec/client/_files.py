@@ -210,7 +210,8 @@ class Files:
     async def watch(
         self, path: RemotePath, *, recursive: bool = False, user: str = ""
     ) -> AsyncIterator[api.WatchEvent]:
-        """Changes as they happen, until the iteration is left. After `overflow`, list again.
+        """Changes as they happen, until the iteration is left. The first event is `watching`: from then on
+        nothing is missed. After `overflow`, list again.
 
         Raises Unavailable when the connection breaks: events may have been missed.
         """

@@ -131,7 +131,8 @@ class Files:
         self._portal.call(self._inner.remove(path, recursive=recursive, missing_ok=missing_ok, user=user))
 
     def watch(self, path: RemotePath, *, recursive: bool = False, user: str = "") -> Iterator[api.WatchEvent]:
-        """Changes as they happen, until the iteration is left. After `overflow`, list again.
+        """Changes as they happen, until the iteration is left. The first event is `watching`: from then on
+        nothing is missed. After `overflow`, list again.
 
         Raises Unavailable when the connection breaks: events may have been missed."""
         return self._portal.iterate(self._inner.watch(path, recursive=recursive, user=user))

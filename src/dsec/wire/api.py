@@ -288,7 +288,8 @@ class TreeResult(Answer, kw_only=True, frozen=True):
 
 
 class WatchEvent(Answer, kw_only=True, frozen=True):
-    """Text frames of the watch WebSocket; `overflow`: events were lost, list again."""
+    """Text frames of the watch WebSocket. `event`: watching (first: from here on nothing is missed), created,
+    modified, removed, moved_from, moved_to, attrib, overflow (events were lost: list again)."""
 
     event: str
     path: str = ""
