@@ -136,6 +136,15 @@ async def test_cancelled_command_is_killed(sandbox):
     assert not result.ok
 
 
+async def test_failing_callback_ends_the_command(sandbox):
+    def fail(data: bytes) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await sandbox.run_shell("echo x; sleep 1000", on_stdout=fail, op_id="op-f")
+    assert not (await (await sandbox.operation("op-f")).wait()).ok
+
+
 async def test_pty(sandbox):
     async with await sandbox.pty(["/bin/cat"], rows=30, columns=100) as terminal:
         await terminal.resize(rows=40, columns=120)

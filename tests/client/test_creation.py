@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from tests.apiserver.stack import StackServer, args
 
@@ -153,6 +154,9 @@ async def test_lists_and_stats(client: DSecClient) -> None:
     assert [s.task async for s in client.list_sandboxes(project="other")] == ["t2"]
     assert [s async for s in client.list_sandboxes(states=["stopped"])] == []
     assert (await a.stats()).sandbox_id == a.id
+    assert b"s3cret" not in msgspec.json.encode(
+        [await a.refresh(), [s async for s in client.list_sandboxes()]]
+    )
     await a.stop()
     await a.stop()
     assert [s.id async for s in client.list_sandboxes(states=["stopped"])] == [a.id]

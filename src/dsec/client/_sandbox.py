@@ -11,7 +11,7 @@ from dsec.client._command import POLL_S, Command, OnOutput, Terminal
 from dsec.client._files import Files
 from dsec.client._http import Connection, query
 from dsec.client._result import CommandResult
-from dsec.core.errors import InvalidArgument
+from dsec.core.errors import DSecError, InvalidArgument
 from dsec.core.ids import new_operation_id
 from dsec.wire import api
 from dsec.wire.edge import DEFAULT_OUTPUT_LIMIT, SandboxInfo, SandboxStats
@@ -234,7 +234,9 @@ class Sandbox:
             if on_stdout or on_stderr:
                 return await command.follow(on_stdout, on_stderr)
             return await command._finish(known, bytearray(), bytearray())
-        except asyncio.CancelledError:
+        except DSecError:
+            raise
+        except BaseException:  # cancelled, or a callback failed
             self._abandon(command)
             raise
         finally:
