@@ -207,11 +207,12 @@ static const char *find_shell(void)
     return NULL;
 }
 
+/* Where exec begins too, unless the session has been somewhere already that still is there. */
 static const char *start_directory(const struct session *s)
 {
     struct stat st;
-    const char *wanted[] = { s->cwd, *self.cfg.workdir ? self.cfg.workdir : NULL, s->who.home };
-    for (size_t i = 0; i < 3; i++)
+    const char *wanted[] = { s->cwd, *self.cfg.workdir ? self.cfg.workdir : NULL };
+    for (size_t i = 0; i < 2; i++)
         if (wanted[i] && stat(wanted[i], &st) == 0 && S_ISDIR(st.st_mode))
             return wanted[i];
     return "/";
