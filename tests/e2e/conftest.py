@@ -24,9 +24,9 @@ def stocked(tmp_path_factory) -> Path:
 async def warm(process: ServerProcess) -> None:
     """Layers stay mounted once they were used: use them before the first look at what a test leaves."""
     async with DSecClient(url=process.url, token=process.token) as client:
-        for image in ("base", "empty"):
-            sandbox = await client.run_container(DSecContainerRunArgs(container_image=image))
-            await sandbox.stop()
+        for image, layers in (("base", ["posix-shell"]), ("empty", [])):
+            args = DSecContainerRunArgs(container_image=image, layers=layers)
+            await (await client.run_container(args)).stop()
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import platform
 import shutil
 from pathlib import Path
 
+from dsec.core.images import ImageConfig
 from dsec.layers.build import Builder, Wanted
 from dsec.layers.store import LayerStore
 
@@ -37,6 +38,10 @@ def stock_store(data: Path) -> None:
     with LayerStore(store_path) as store:
         store.tag("base", "registry.example/sphinx-9658:official")
         builder = Builder(store)
+        scratch.mkdir()
+        posix = ImageConfig(shell=["/bin/sh"])
+        builder.from_directory(scratch, Wanted(name="posix-shell", kind="toolkit", config=posix))
+        shutil.rmtree(scratch)
         for name in ("empty", "cut", "corrupt"):
             scratch.mkdir()
             if name != "empty":

@@ -109,7 +109,7 @@ class _Unpacker:
         self, tar: tarfile.TarFile, member: tarfile.TarInfo, parts: tuple[str, ...]
     ) -> Callable[[int, str], None] | None:
         if member.isdir():
-            mtime_ns = int(member.mtime * 1e9)
+            mtime_ns = _mtime_ns(member)
             self._directories.append((parts, member.mode & PERMISSIONS, mtime_ns))
             return _make_directory
         if member.isreg():
@@ -132,7 +132,7 @@ class _Unpacker:
                     raise PayloadTooLarge(f"the tree holds more than {self._limit} bytes")
                 write_all(f.fileno(), block)
             os.fchmod(f.fileno(), member.mode & PERMISSIONS)
-            mtime_ns = int(member.mtime * 1e9)
+            mtime_ns = _mtime_ns(member)
             os.utime(f.fileno(), ns=(mtime_ns, mtime_ns))
 
     def _link(self, source: tuple[str, ...], parent: int, name: str) -> None:
@@ -218,3 +218,11 @@ def write_all(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
+
+
+def _mtime_ns(member: tarfile.TarInfo) -> int:
+    """To the nanosecond, as the archive says it: tarfile keeps a float, which holds it to 0.1 µs."""
+    seconds, _, fraction = member.pax_headers.get("mtime", "").partition(".")
+    if seconds.removeprefix("-").isdigit() and fraction.isdigit() and not seconds.startswith("-"):
+        return int(seconds) * 10**9 + int(fraction[:9].ljust(9, "0"))
+    return int(member.mtime * 1e9)
