@@ -103,14 +103,18 @@ def _descriptors() -> set[str]:
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             found.add(f"descriptor {fd} -> {os.readlink(f'/proc/self/fd/{fd}')}")
-    return {f for f in found if "/proc/" not in f and f.split()[1] not in "012"}  # pytest swaps the standard ones
+    return {
+        f for f in found if "/proc/" not in f and f.split()[1] not in "012"
+    }  # pytest swaps the standard ones
 
 
 def snapshot(below: Path) -> set[str]:
     _reap_orphans()
     processes = descendants()
     pids = set(processes)
-    found = {f"process {pid} {name}{' (a zombie)' * (state == 'Z')}" for pid, (name, state) in processes.items()}
+    found = {
+        f"process {pid} {name}{' (a zombie)' * (state == 'Z')}" for pid, (name, state) in processes.items()
+    }
     found |= _namespaces(pids) | _loops(below) | _cgroups(pids) | _descriptors()
     mounts = _mounts(below)
     found |= {f"{m} (times {mounts.count(m)})" for m in mounts}

@@ -50,6 +50,7 @@ class Rig:
         self.host = FakeHost()
         self.slots = itertools.count(int.from_bytes(os.urandom(2)) % 1000)
         self.handles: list[Handle] = []
+        self.sockets: list[socket.socket] = []
         self.backend: Any = self.make()
 
     def make(self) -> Backend:
@@ -63,8 +64,12 @@ class Rig:
         self.backend = self.make()
         await self.backend.open()
 
-    def spec(self, layers: list[LayerRef] | None = None, env: dict[str, str] | None = None, **spec: Any) -> LaunchSpec:
-        full = validate(SandboxSpec(**{"image": "base", "disk_limit_mb": 256, "memory_limit_mb": 256, **spec}))
+    def spec(
+        self, layers: list[LayerRef] | None = None, env: dict[str, str] | None = None, **spec: Any
+    ) -> LaunchSpec:
+        full = validate(
+            SandboxSpec(**{"image": "base", "disk_limit_mb": 256, "memory_limit_mb": 256, **spec})
+        )
         return LaunchSpec(
             sandbox_id=new_sandbox_id(self.edge_id),
             slot=next(self.slots),
@@ -76,6 +81,7 @@ class Rig:
     async def launch(self, spec: LaunchSpec | None = None, **how: Any) -> tuple[Handle, socket.socket]:
         handle, sock = await self.backend.launch(spec or self.spec(**how))
         self.handles.append(handle)
+        self.sockets.append(sock)
         return handle, sock
 
     async def inside(self, **how: Any) -> tuple[Handle, Inside]:
@@ -88,10 +94,15 @@ class Rig:
         return {str(p.relative_to(self.data)) for p in self.data.rglob("*")}
 
     async def finish(self) -> None:
-        for handle in self.handles:
-            await self.backend.destroy(handle)
-        assert await self.backend.reclaim(frozenset()) == []
-        await self.backend.close(keep=False)
+        for sock in self.sockets:
+            sock.close()
+        try:
+            for handle in self.handles:
+                await self.backend.destroy(handle)
+            left = await self.backend.reclaim(frozenset())
+        finally:
+            await self.backend.close(keep=False)
+        assert left == []
         assert self.files() == set(), "files are left below the data directory"
 
 
@@ -112,7 +123,9 @@ async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[R
 
 
 @pytest.fixture(params=CONTAINERS)
-async def container(request: pytest.FixtureRequest, tmp_path: Path, base_layer: LayerRef) -> AsyncIterator[Rig]:
+async def container(
+    request: pytest.FixtureRequest, tmp_path: Path, base_layer: LayerRef
+) -> AsyncIterator[Rig]:
     async for rig in _rig(request.param, tmp_path, base_layer):
         yield rig
 

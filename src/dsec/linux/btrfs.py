@@ -50,7 +50,10 @@ def subvolume_destroy(parent_fd: int, name: str) -> None:
 
 def enable_quota(fd: int) -> str:
     """`simple` (Linux 6.7, cheap) or `qgroups`."""
-    for command, name in ((BTRFS_QUOTA_CTL_ENABLE_SIMPLE_QUOTA, "simple"), (BTRFS_QUOTA_CTL_ENABLE, "qgroups")):
+    for command, name in (
+        (BTRFS_QUOTA_CTL_ENABLE_SIMPLE_QUOTA, "simple"),
+        (BTRFS_QUOTA_CTL_ENABLE, "qgroups"),
+    ):
         args = btrfs_ioctl_quota_ctl_args(command, 0)
         try:
             ioctl(fd, BTRFS_IOC_QUOTA_CTL, ctypes.byref(args), f"enable quota {name}")

@@ -189,7 +189,10 @@ class V1:
     def names(self) -> set[str]:
         found: set[str] = set()
         for controller in CONTROLLERS:
-            with contextlib.suppress(FileNotFoundError), os.scandir(f"{self.base[controller]}/box") as entries:
+            with (
+                contextlib.suppress(FileNotFoundError),
+                os.scandir(f"{self.base[controller]}/box") as entries,
+            ):
                 found |= {e.name for e in entries if e.is_dir()}
         return found
 

@@ -69,7 +69,9 @@ def erofs_file_mount() -> str:
         for sub in ("empty", "mnt"):
             (place / sub).mkdir()
         image = str(place / "image")
-        subprocess.run(["mkfs.erofs", "--quiet", image, str(place / "empty")], capture_output=True, check=False)
+        subprocess.run(
+            ["mkfs.erofs", "--quiet", image, str(place / "empty")], capture_output=True, check=False
+        )
         try:
             mount(image, place / "mnt", "erofs", MS_RDONLY | MS_NODEV)
         except OSError as e:

@@ -137,7 +137,9 @@ def mount_setattr(fd: int, *, attr_set: int, userns_fd: int = 0, recursive: bool
 
 
 def mount(source: str, target: str | os.PathLike[str], fstype: str, flags: int, data: str = "") -> None:
-    r = libc.mount(source.encode(), _path(target), fstype.encode() or None, ctypes.c_ulong(flags), data.encode())
+    r = libc.mount(
+        source.encode(), _path(target), fstype.encode() or None, ctypes.c_ulong(flags), data.encode()
+    )
     _check(r, "mount", fstype, source, target)
 
 

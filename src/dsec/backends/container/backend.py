@@ -157,7 +157,13 @@ class ContainerBackend:
             os.chmod(name, 0o666, dir_fd=fd)
         for name in ("pts", "shm", "mqueue"):
             os.mkdir(name, 0o755, dir_fd=fd)
-        links = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx"}
+        links = {
+            "fd": "/proc/self/fd",
+            "stdin": "fd/0",
+            "stdout": "fd/1",
+            "stderr": "fd/2",
+            "ptmx": "pts/ptmx",
+        }
         for name, target in links.items():
             os.symlink(target, name, dir_fd=fd)
         return fd
@@ -285,7 +291,9 @@ class ContainerBackend:
 
     def _make_group(self, spec: LaunchSpec) -> Group:
         s = spec.spec
-        return self.cgroups.create(spec.sandbox_id, Limits(s.memory_limit_mb << 20, s.pids_limit, s.cpu_cores_limit))
+        return self.cgroups.create(
+            spec.sandbox_id, Limits(s.memory_limit_mb << 20, s.pids_limit, s.cpu_cores_limit)
+        )
 
     def _make_writable(self, spec: LaunchSpec) -> int:
         fd = self.pool.create(spec.sandbox_id, spec.spec.disk_limit_mb << 20)
@@ -323,7 +331,9 @@ class ContainerBackend:
         try:
             try:
                 mount_setattr(fd, attr_set=attributes | MOUNT_ATTR_IDMAP, userns_fd=userns)
-            except OSError as e:  # tmpfs is idmapped since Linux 6.3; without, root's devices are nobody's inside
+            except (
+                OSError
+            ) as e:  # tmpfs is idmapped since Linux 6.3; without, root's devices are nobody's inside
                 if e.errno != errno.EINVAL:
                     raise
                 mount_setattr(fd, attr_set=attributes)
@@ -340,7 +350,9 @@ class ContainerBackend:
         sock.setblocking(False)
         return sock
 
-    def _configure(self, spec: LaunchSpec, control: socket.socket, root: int, userns: int, group: Group) -> None:
+    def _configure(
+        self, spec: LaunchSpec, control: socket.socket, root: int, userns: int, group: Group
+    ) -> None:
         assert self._home is not None
         home = self._home.join
         with contextlib.closing(self._listen(spec.sandbox_id)) as listener:
@@ -607,5 +619,3 @@ def _typed(e: OSError, sandbox_id: str) -> DSecError:
     if e.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(f"{sandbox_id}: {e}")
     return LaunchFailed(f"{sandbox_id}: {e}", errno=e.errno or 0)
-
-

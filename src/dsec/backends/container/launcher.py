@@ -109,11 +109,15 @@ class Launcher:
     def _readable(self) -> None:
         while True:
             try:
-                data, ancillary, _, _ = self._socket.recvmsg(256, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
+                data, ancillary, _, _ = self._socket.recvmsg(
+                    256, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC
+                )
             except BlockingIOError:
                 return
             if not data:
-                log.error("a launcher (pid %d) has ended: creations on it fail until the server restarts", self.pid)
+                log.error(
+                    "a launcher (pid %d) has ended: creations on it fail until the server restarts", self.pid
+                )
                 asyncio.get_running_loop().remove_reader(self._socket.fileno())
                 return
             self._take(data, [fd for _, _, raw in ancillary for fd in array.array("i", raw)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import struct
 import threading
 from pathlib import Path
 from typing import Final
@@ -32,6 +33,10 @@ FLAGS: Final = MS_RDONLY | MS_NODEV
 """Not nosuid: setuid programs of an image work inside; the host's paths to it are closed to all but root."""
 CORRUPT: Final = {errno.EUCLEAN, errno.EINVAL, errno.EIO}
 """EUCLEAN is the kernel's EFSCORRUPTED; EINVAL: no EROFS at all."""
+
+
+SUPERBLOCK: Final = 1024
+SUPERBLOCK_SIZE: Final = 128
 
 
 class LayerMounts:
@@ -83,6 +88,7 @@ class LayerMounts:
     def _mount(self, layer: LayerRef, target: Path) -> int:
         target.mkdir(exist_ok=True)
         try:
+            _check_size(layer.path)
             self._mount_image(layer.path, target)
         except OSError as e:
             target.rmdir()
@@ -113,6 +119,20 @@ class LayerMounts:
             mount(device, target, "erofs", FLAGS)
         finally:
             os.close(fd)  # the mount holds the device; without a mount it goes by itself
+
+
+def _check_size(path: str) -> None:
+    """Raises OSError EUCLEAN for an image with fewer bytes than its superblock says: the kernel mounts it all the same,
+    and answers with I/O errors later."""
+    with open(path, "rb") as f:
+        size = os.fstat(f.fileno()).st_size
+        f.seek(SUPERBLOCK)
+        block = f.read(SUPERBLOCK_SIZE)
+    if len(block) < SUPERBLOCK_SIZE:
+        raise OSError(errno.EUCLEAN, "no superblock", path)
+    (blocks,), (devices,) = struct.unpack_from("<I", block, 36), struct.unpack_from("<H", block, 86)
+    if not devices and block[12] < 32 and size < blocks << block[12]:
+        raise OSError(errno.EUCLEAN, f"{size} bytes of {blocks << block[12]}", path)
 
 
 def _is_mount(path: Path) -> bool:

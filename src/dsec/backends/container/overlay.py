@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -135,7 +134,8 @@ class Staged:
         try:
             unshare(CLONE_FS | CLONE_NEWNS)
             mount("", "/", "", MS_REC | MS_PRIVATE)
-            mount("dsec-staging", self._where, "tmpfs", 0, "mode=0700,size=1m")
+            mount("dsec-staging", self._where, "tmpfs", 0, "mode=0755,size=1m")
+            os.chdir(self._where)  # of this thread alone (CLONE_FS)
             started.set_result(0)
         except BaseException as e:
             started.set_exception(e)
@@ -156,29 +156,30 @@ class Staged:
             self._jobs.put((lambda: self._build(held[:-1], held[-1], root_id), done))
             return done.result()
 
-    def _build(self, lowers: list[int], top_fd: int, root_id: int) -> int:
-        with tempfile.TemporaryDirectory(dir=self._where) as name, contextlib.ExitStack() as undo:
-            place = Path(name)
-            os.chmod(place, 0o755)  # the overlay looks paths up with the sandbox root's ids
-            paths = [self._attach(place / str(i), fd, undo) for i, fd in enumerate(lowers)]
-            top = self._attach(place / "top", top_fd, undo)
+    def _build(self, lowers: list[int], top: int, root_id: int) -> int:
+        """Paths are relative to the staging directory, which this thread works in: a list of them may have 255
+        characters, and the sandbox sees them in its mountinfo."""
+        with contextlib.ExitStack() as undo:
+            names = [self._attach(str(i), fd, undo) for i, fd in enumerate(lowers)]
+            self._attach("top", top, undo)
             context = fsopen("overlay")
             with closing([context]):
                 fsconfig_string(context, "source", "dsec")
-                fsconfig_string(context, "lowerdir", ":".join(map(str, paths)))
-                fsconfig_string(context, "upperdir", str(top / "upper"))
-                fsconfig_string(context, "workdir", str(top / "work"))
+                fsconfig_string(context, "lowerdir", ":".join(names))
+                fsconfig_string(context, "upperdir", "top/upper")
+                fsconfig_string(context, "workdir", "top/work")
                 _options(context)
                 with acting_as(root_id):
                     fsconfig_create(context, "overlay by path")
                 return fsmount(context, MOUNT_ATTR_NODEV)
 
     @staticmethod
-    def _attach(place: Path, fd: int, undo: contextlib.ExitStack) -> Path:
-        place.mkdir()
-        move_mount(fd, place)
-        undo.callback(umount2, place, MNT_DETACH)
-        return place
+    def _attach(name: str, fd: int, undo: contextlib.ExitStack) -> str:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o755)
+        move_mount(fd, name)
+        undo.callback(umount2, name, MNT_DETACH)
+        return name
 
     def close(self) -> None:
         self._jobs.put(None)

@@ -51,7 +51,9 @@ def steps(spec: LaunchSpec, dev: int) -> list[Step]:
         Step("mount", "/proc", "proc", SAFE, ""),
         Step("mount", "/sys", "sysfs", SAFE | MS_RDONLY, ""),
         Step("attach", "/dev", "", dev, ""),
-        Step("mount", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, "newinstance,ptmxmode=0666,mode=0620,gid=5"),
+        Step(
+            "mount", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, "newinstance,ptmxmode=0666,mode=0620,gid=5"
+        ),
         Step("mount", "/dev/shm", "tmpfs", SAFE, f"mode=1777,size={spec.spec.shm_mb}m"),
         *(Step("readonly", path, "", SAFE, "") for path in READ_ONLY),
         *(Step("mask", path, "", 0, "") for path in MASKED),

@@ -1,7 +1,7 @@
 """Writable layers: a btrfs pool file of the edge's own, one subvolume with a limit per sandbox.
 
-    <data>/pool.btrfs        sparse; what it holds is thrown away, so nothing in it is made durable
-    <data>/pool/<sandbox>/   subvolume: upper/ and work/ of the overlay
+<data>/pool.btrfs        sparse; what it holds is thrown away, so nothing in it is made durable
+<data>/pool/<sandbox>/   subvolume: upper/ and work/ of the overlay
 """
 
 from __future__ import annotations
@@ -52,9 +52,13 @@ class Pool:
             mount(device, self.where, "btrfs", flags, OPTIONS)
         except OSError as e:
             if e.errno == errno.ENODEV:
-                raise Unsupported("this kernel has no btrfs: writable disk cannot be limited (modprobe btrfs)") from e
+                raise Unsupported(
+                    "this kernel has no btrfs: writable disk cannot be limited (modprobe btrfs)"
+                ) from e
             # Damaged by a power cut, say: no record can name what was in it after a reboot.
-            raise Unsupported(f"{self.file} cannot be mounted ({e.strerror}): remove it and start again") from e
+            raise Unsupported(
+                f"{self.file} cannot be mounted ({e.strerror}): remove it and start again"
+            ) from e
         finally:
             os.close(fd)
 
@@ -98,7 +102,9 @@ class Pool:
                 raise
         except OSError as e:
             if e.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise DiskFull("the pool of writable layers is full: stop sandboxes, or give the node more disk") from e
+                raise DiskFull(
+                    "the pool of writable layers is full: stop sandboxes, or give the node more disk"
+                ) from e
             raise
         return fd
 
