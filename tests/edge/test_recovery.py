@@ -10,7 +10,8 @@ import pytest
 
 from dsec.backends.base import Exit
 from dsec.backends.fake import FakeBackend
-from dsec.core.errors import OperationConflict
+from dsec.backends.fake_aether import FakeAether
+from dsec.core.errors import OperationConflict, Unavailable
 from dsec.core.ids import new_sandbox_id
 from dsec.wire import aether as w
 from dsec.wire import edge as m
@@ -200,3 +201,72 @@ async def test_idle_ttl_begins_anew(node: Node) -> None:
 
 def test_shell_request_of_the_tests_is_whole() -> None:
     assert shell("a", "b").command == b"b"
+
+
+async def test_a_sandbox_that_cannot_be_reached_at_once_is_not_given_up(node: Node) -> None:
+    info = await node.create()
+    await node.shell(info.id, "sleep 1000", op_id="s", wait_s=0)
+    await node.crash()
+    node.backend.knobs.connect_fails = True
+    await node.start()
+    assert (await node.get(info.id)).state == "running"
+    with pytest.raises(Unavailable):
+        await node.operation(info.id, "s")
+    node.backend.knobs.connect_fails = False
+    sandbox = node.edge.sandboxes[info.id]
+    while sandbox.unmatched:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    assert (await node.operation(info.id, "s")).state == "running"
+
+
+async def test_unreachable_then_dead(node: Node) -> None:
+    info = await node.create()
+    await node.shell(info.id, "sleep 1000", op_id="s", wait_s=0)
+    await node.crash()
+    node.backend.knobs.connect_fails = True
+    await node.start()
+    node.backend.host.kill(info.id, Exit(signal=9))
+    sandbox = node.edge.sandboxes[info.id]
+    while not sandbox.machine.gone:
+        await sandbox.changed()
+    assert (await node.operation(info.id, "s")).state == "outcome_unknown"
+
+
+async def test_connection_lost_again_and_again_while_it_is_mended(node: Node) -> None:
+    info = await node.create()
+    await node.shell(info.id, "cat", op_id="c", open_input=True, wait_s=0, request={"stdin": True})
+    sandbox = node.edge.sandboxes[info.id]
+    for i in range(20):
+        node.backend.host.disconnect(info.id)
+        done = await node.shell(info.id, f"echo {i}", op_id=f"e{i}")
+        assert done.stdout == f"{i}\n".encode(), done
+        assert len(node.edge.tasks) <= 1
+    assert sandbox.running.keys() == {"c"}
+    await node.ask("input", m.InputOperation(sandbox_id=info.id, op_id="c", data=b"end", eof=True))
+    assert (await node.operation(info.id, "c", wait_s=None)).stdout == b"end"
+
+
+async def test_connection_lost_between_hello_and_list(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = await node.create()
+    await node.shell(info.id, "sleep 1000", op_id="s", wait_s=0)
+    control, times = FakeAether._control, 0
+
+    def hang_up(self: FakeAether, type_: int, payload: bytes) -> None:
+        nonlocal times
+        if type_ == w.Type.LIST and times < 1:
+            times += 1
+            node.backend.host.disconnect(info.id)
+        else:
+            control(self, type_, payload)
+
+    monkeypatch.setattr(FakeAether, "_control", hang_up)
+    node.backend.host.disconnect(info.id)
+    assert (await node.shell(info.id, "echo on", op_id="e")).stdout == b"on\n"
+    assert times == 1
+    await node.crash()
+    times = 0
+    await node.start()
+    sandbox = node.edge.sandboxes[info.id]
+    while sandbox.unmatched:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    assert (await node.operation(info.id, "s")).state == "running"

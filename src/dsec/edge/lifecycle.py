@@ -14,8 +14,16 @@ import msgspec
 
 from dsec.backends.base import Backend, Handle, ImageConfig, LaunchSpec, LayerRef
 from dsec.core import sandbox_state as sm
-from dsec.core.errors import Cancelled, DSecError, InvalidArgument, OutcomeUnknown, ProtocolError
-from dsec.core.sandbox_state import Action, Failure
+from dsec.core.errors import (
+    Cancelled,
+    DSecError,
+    InvalidArgument,
+    OutcomeUnknown,
+    ProtocolError,
+    SandboxFailed,
+    Unavailable,
+)
+from dsec.core.sandbox_state import Action, Failure, State
 from dsec.core.specs import SandboxSpec
 from dsec.edge.aether import AetherConnection, Watchdog
 from dsec.edge.config import EdgeConfig
@@ -53,6 +61,7 @@ class Lifecycle:
         config: EdgeConfig,
         released: Callable[[Sandbox], None],
         running: Callable[[Sandbox], None],
+        mend: Callable[[Sandbox, DSecError], None],
     ) -> None:
         self._backends = backends
         self._layers = layers
@@ -65,6 +74,8 @@ class Lifecycle:
         """Told when nothing of a sandbox is left."""
         self._running = running
         """Told when a sandbox has begun to run."""
+        self._mend = mend
+        """Told to connect a sandbox that runs."""
         self._launching = asyncio.Semaphore(config.launches_at_once)
         self._stopping = asyncio.Semaphore(config.stops_at_once)
         self._closed = False
@@ -120,7 +131,7 @@ class Lifecycle:
         if (connection := sandbox.connection) is not None:
             sandbox.connection = None
             connection.close()
-        if sandbox.running:
+        if sandbox.running or sandbox.unmatched:
             why = sandbox.error() or OutcomeUnknown(f"the sandbox was stopped: {machine.reason}")
             self._operations.lose_all(sandbox, why)
 
@@ -220,16 +231,23 @@ class Lifecycle:
                 )
                 check_instance(sandbox, connection)
                 sandbox.connection = connection
-                await self._operations.reconnected(sandbox, connection, fresh=True)
-        except DSecError as e:
+                await self._operations.reconnected(sandbox, connection)
+        except SandboxFailed as e:
             self._drop_connection(sandbox)
-            failure = Failure(e.code, e.message)
-            self._operations.lose_unfinished(sandbox, e)
-            self.feed(sandbox, sm.RecoverFailed(failure))
+            self.feed(sandbox, sm.RecoverFailed(Failure(e.code, e.message)))
+        except (DSecError, OSError) as e:
+            log.warning("%s is not connected yet: %s", sandbox.id, e)
+            self._drop_connection(sandbox)
+            self._recovered(sandbox)
+            if sandbox.state is State.RUNNING:
+                self._mend(sandbox, e if isinstance(e, DSecError) else Unavailable(str(e)))
         else:
-            self.feed(sandbox, sm.Recovered())
-            if sandbox.machine.live:
-                self._running(sandbox)
+            self._recovered(sandbox)
+
+    def _recovered(self, sandbox: Sandbox) -> None:
+        self.feed(sandbox, sm.Recovered())
+        if sandbox.machine.live:
+            self._running(sandbox)
 
     # --- stop, destroy ---
 

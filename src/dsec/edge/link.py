@@ -57,10 +57,26 @@ class Link:
             sandbox.breaches += 1
         elif quick:
             sandbox.breaches += 1
-        self._tasks.spawn(self._mend(sandbox, error))
+        self.mend(sandbox, error)
+
+    def mend(self, sandbox: Sandbox, error: DSecError) -> None:
+        """See to it that a sandbox without a connection gets one, or fails. `error`: why it has none."""
+        if not sandbox.mending:
+            sandbox.mending = True
+            self._tasks.spawn(self._mend(sandbox, error))
 
     async def _mend(self, sandbox: Sandbox, error: DSecError) -> None:
-        """Until it is connected again, or has failed, or somebody stops it."""
+        try:
+            event = await self._outcome(sandbox, error)
+        finally:
+            sandbox.mending = False
+        if event is not None and sandbox.machine.live:
+            self.lifecycle.feed(sandbox, event)
+        elif sandbox.state is State.RUNNING and sandbox.connection is None:
+            self.mend(sandbox, error)  # it was lost again meanwhile
+
+    async def _outcome(self, sandbox: Sandbox, error: DSecError) -> sm.Event | None:
+        """None when it is connected again, or somebody stops it; else how it has failed."""
         handle = sandbox.record.handle
         assert handle is not None
         exited = asyncio.ensure_future(self.lifecycle.backend(sandbox).wait_exit(handle))
@@ -71,11 +87,9 @@ class Link:
                 timeout=self._config.lost_after_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            event = _verdict(exited, connected, self._config.lost_after_s)
+            return _verdict(exited, connected, self._config.lost_after_s)
         finally:
             await _end(exited, connected)
-        if event is not None and sandbox.machine.live:
-            self.lifecycle.feed(sandbox, event)
 
     async def _connect(self, sandbox: Sandbox, error: DSecError) -> None:
         """Raises ProtocolError after too many breaches, and nothing else that comes from the sandbox."""
@@ -89,8 +103,9 @@ class Link:
             try:
                 await self._attempt(sandbox)
             except ProtocolError as e:
-                log.warning("%s broke the protocol: %s", sandbox.id, e.message)
-                sandbox.breaches += 1
+                if sandbox.connection is None:
+                    log.warning("%s broke the protocol: %s", sandbox.id, e.message)
+                    sandbox.breaches += 1
                 error = e
             except (DSecError, OSError) as e:
                 log.debug("%s: no connection yet: %s", sandbox.id, e)
@@ -107,8 +122,7 @@ class Link:
             connection.close()
             return
         sandbox.connection = connection
-        # If this fails the connection has ended, and connection_ended mends again.
-        await self._operations.reconnected(sandbox, connection, fresh=False)
+        await self._operations.reconnected(sandbox, connection)
 
 
 def _verdict(

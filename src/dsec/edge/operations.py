@@ -240,16 +240,14 @@ class Operations:
         for operation in sandbox.running.values():
             operation.lose()
 
-    async def reconnected(self, sandbox: Sandbox, connection: AetherConnection, *, fresh: bool) -> None:
-        """On a new connection: attach what runs, and let aether forget what is recorded already.
-
-        `fresh`: this edge has just begun, and takes over from its predecessor's log.
-        """
-        if not fresh and not sandbox.operations_total:
+    async def reconnected(self, sandbox: Sandbox, connection: AetherConnection) -> None:
+        """On a new connection: attach what runs, and let aether forget what is recorded already."""
+        if not sandbox.unmatched and not sandbox.operations_total:
             return
         known = {k.op_id for k in await connection.list()}
-        if fresh:
+        if sandbox.unmatched:
             self._restore(sandbox, known)
+            sandbox.unmatched = False
         for operation in list(sandbox.running.values()):
             if operation.connection is connection:
                 continue  # begun while the list was on its way
@@ -293,11 +291,10 @@ class Operations:
         """The sandbox is no more."""
         for operation in list(sandbox.running.values()):
             operation.lost(error)
-
-    def lose_unfinished(self, sandbox: Sandbox, error: DSecError) -> None:
-        """In a new edge: of a sandbox that did not live to see it."""
-        for intent in self._log.unfinished(sandbox.id):
-            self._adopt(sandbox, intent).lost(error)
+        if sandbox.unmatched:
+            sandbox.unmatched = False
+            for intent in self._log.unfinished(sandbox.id):
+                self._adopt(sandbox, intent).lost(error)
 
     def drop(self, sandbox_id: str) -> None:
         """All records and output of a sandbox."""

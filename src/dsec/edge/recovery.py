@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dsec.core import sandbox_state as sm
 from dsec.core.errors import OutcomeUnknown
-from dsec.core.sandbox_state import Action, SandboxMachine, State
+from dsec.core.sandbox_state import Action, SandboxMachine
 from dsec.edge.sandbox import Sandbox
 
 if TYPE_CHECKING:
@@ -42,8 +42,7 @@ def _settle(edge: EdgeService, sandbox: Sandbox) -> None:
     if sandbox.machine.gone:
         edge.retention.keep(sandbox)
         return
-    was = sandbox.state
+    sandbox.unmatched = True
     edge.lifecycle.feed(sandbox, sm.Restarted())
-    if was in sm.LIVE and was is not State.CREATING:
-        return  # its operations are found, or lost, with its connection
-    edge.operations.lose_unfinished(sandbox, OutcomeUnknown("the sandbox ended while the server was away"))
+    if not sandbox.machine.live:
+        edge.operations.lose_all(sandbox, OutcomeUnknown("the sandbox ended while the server was away"))

@@ -34,10 +34,12 @@ class Sandbox:
         "last_used",
         "launch",
         "machine",
+        "mending",
         "operations_total",
         "record",
         "running",
         "secrets",
+        "unmatched",
         "waiters",
     )
 
@@ -55,6 +57,10 @@ class Sandbox:
         """When the TTL heap looks at it next; 0: never."""
         self.breaches = 0
         """In a row."""
+        self.mending = False
+        """Somebody makes a new connection."""
+        self.unmatched = False
+        """A new edge has not yet compared its log with what aether knows."""
         self.failures = 0
         """Failed stops and destroys in a row."""
         self.creators = 0

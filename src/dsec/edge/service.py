@@ -125,6 +125,7 @@ class EdgeService:
             config=config,
             released=self._release,
             running=self._run,
+            mend=self.link.mend,
         )
         for name, backend in self.backends.items():
             await backend.open()
@@ -370,8 +371,15 @@ class EdgeService:
 
     # --- operations ---
 
+    def _matched(self, sandbox_id: str) -> Sandbox:
+        """A sandbox whose operations are known."""
+        sandbox = self._find(sandbox_id)
+        if sandbox.unmatched:
+            raise Unavailable(f"{sandbox_id} is being connected again after a restart of the server")
+        return sandbox
+
     def _start(self, msg_id: str, request: Any, *, streamed: bool, **how: Any) -> tuple[Sandbox, Operation]:
-        sandbox = self._find(msg_id)
+        sandbox = self._matched(msg_id)
         if sandbox.state is State.RUNNING:
             return sandbox, self.operations.start(sandbox, request, streamed=streamed, **how)
         # A repeat is answered for as long as there is a record.
@@ -387,7 +395,7 @@ class EdgeService:
         return self.operations.info(operation)
 
     def _operation(self, sandbox_id: str, op_id: str) -> Operation:
-        return self.operations.get(self._find(sandbox_id), op_id)
+        return self.operations.get(self._matched(sandbox_id), op_id)
 
     async def operation(self, msg: m.GetOperation) -> m.OperationInfo:
         operation = self._operation(msg.sandbox_id, msg.op_id)
@@ -427,7 +435,7 @@ class EdgeService:
                 raise InvalidArgument("attach: the request's operation id is another one")
             sandbox, operation = self._start(msg.sandbox_id, msg.start, open_input=True, streamed=True)
         else:
-            sandbox = self._find(msg.sandbox_id)
+            sandbox = self._matched(msg.sandbox_id)
             operation = self.operations.get(sandbox, msg.op_id)
         attachment = Attachment(self.operations, sandbox, operation, stream)
         await attachment.run(msg.stdout_from, msg.stderr_from, msg.stdin_from)
