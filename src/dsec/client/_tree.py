@@ -39,6 +39,8 @@ def pack(root: Path, out: Any) -> TreeResult:
                 continue
             info.uid = info.gid = 0
             info.uname = info.gname = ""
+            seconds, nanos = divmod(os.lstat(path).st_mtime_ns, 10**9)
+            info.pax_headers = {"mtime": f"{seconds}.{nanos:09}"}
             if info.isreg():
                 with open(path, "rb", opener=_no_follow) as f:
                     tar.addfile(info, f)
