@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import uvloop
-
 from tests import leaks
 
 # libuv opens one pair of descriptors for the life of the process, with its first loop: not a test's leak.
@@ -26,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _check(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     below = Path(tmp_path_factory.getbasetemp())
-    leaks.prepare()
+    leaks.become_subreaper()
     gc.collect()
     before = leaks.snapshot(below)
     yield

@@ -12,17 +12,9 @@ import os
 import time
 from pathlib import Path
 
-import uvloop
-
 PR_SET_CHILD_SUBREAPER = 36
 SETTLE_S = 10.0
 """The kernel takes down namespaces, groups and loop devices moments after their last user has gone."""
-
-
-def prepare() -> None:
-    """Before the first snapshot of a run."""
-    uvloop.new_event_loop().close()  # libuv makes a pipe for the whole process with its first loop
-    become_subreaper()
 
 
 def become_subreaper() -> None:

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import uvloop
+from tests.backends.inside import Inside
+from tests.backends.root import build_root, image_of
 
 from dsec.backends.base import Backend, Handle, ImageConfig, LaunchSpec, LayerRef
 from dsec.backends.container.backend import ContainerBackend
 from dsec.backends.fake import FakeBackend, FakeHost
 from dsec.core.ids import new_edge_id, new_sandbox_id
 from dsec.core.specs import SandboxSpec, validate
-from tests.backends.inside import Inside
-from tests.backends.root import build_root, image_of
 
 KERNEL = pytest.mark.kernel
 CONTAINERS = [
@@ -106,7 +106,7 @@ class Rig:
         assert self.files() == set(), "files are left below the data directory"
 
 
-async def _rig(kind: str, tmp_path: Path, base: LayerRef | None) -> AsyncIterator[Rig]:
+async def make_rig(kind: str, tmp_path: Path, base: LayerRef | None) -> AsyncIterator[Rig]:
     data = tmp_path / "data"
     data.mkdir(mode=0o700)
     rig = Rig(kind, data, base)
@@ -118,7 +118,7 @@ async def _rig(kind: str, tmp_path: Path, base: LayerRef | None) -> AsyncIterato
 @pytest.fixture(params=["fake", *CONTAINERS])
 async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Rig]:
     base = None if request.param == "fake" else request.getfixturevalue("base_layer")
-    async for rig in _rig(request.param, tmp_path, base):
+    async for rig in make_rig(request.param, tmp_path, base):
         yield rig
 
 
@@ -126,7 +126,7 @@ async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[R
 async def container(
     request: pytest.FixtureRequest, tmp_path: Path, base_layer: LayerRef
 ) -> AsyncIterator[Rig]:
-    async for rig in _rig(request.param, tmp_path, base_layer):
+    async for rig in make_rig(request.param, tmp_path, base_layer):
         yield rig
 
 

@@ -11,10 +11,7 @@ from pathlib import Path
 
 from dsec.backends.base import LayerRef
 
-PROGRAMS = (
-    "sh bash true false cat echo sleep dd ls id mount umount env head tail wc grep ln mkdir rm touch chmod chown mknod "
-    "kill ps df stat hostname readlink setpriv prlimit taskset renice seq yes sort timeout tr"
-).split()
+PROGRAMS = ["sh", "bash", "true", "false", "cat", "echo", "sleep", "dd", "ls", "id", "mount", "umount", "env", "head", "tail", "wc", "grep", "ln", "mkdir", "rm", "touch", "chmod", "chown", "mknod", "kill", "ps", "df", "stat", "hostname", "readlink", "setpriv", "prlimit", "taskset", "renice", "seq", "yes", "sort", "timeout", "tr"]
 PASSWD = "root:x:0:0:root:/root:/bin/sh\nuser:x:1000:1000:user:/home/user:/bin/sh\n"
 GROUP = "root:x:0:\nuser:x:1000:\n"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests.backends.conftest import Rig
+from tests.backends.inside import Inside
 
 from dsec.backends.base import Exit
 from dsec.core.errors import DSecError, SandboxFailed
-from tests.backends.conftest import Rig
-from tests.backends.inside import Inside
 
 
 async def test_launch_exec_stop_destroy(rig: Rig) -> None:

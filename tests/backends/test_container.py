@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from dsec.backends.base import LayerRef
-from dsec.core.errors import DSecError, LaunchFailed, LayerCorrupt, UnknownLayer
 from tests.backends.conftest import Rig
 from tests.backends.inside import Inside
 from tests.backends.root import image_of
+
+from dsec.backends.base import LayerRef
+from dsec.core.errors import DSecError, LaunchFailed, LayerCorrupt, UnknownLayer
 
 pytestmark = pytest.mark.kernel
 
