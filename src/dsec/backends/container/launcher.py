@@ -31,7 +31,9 @@ _messages = msgspec.msgpack.Decoder(list[object])
 
 
 def agent_binary() -> Path:
-    """aether, as `make agent` built it, or as the package carries it."""
+    """aether, as `make agent` built it, or as the package carries it; DSEC_AGENT names another build."""
+    if named := os.environ.get("DSEC_AGENT"):
+        return Path(named)
     here = Path(__file__)
     for path in (here.parents[2] / "data" / "aether", here.parents[4] / "build" / "aether"):
         if path.is_file():
@@ -79,7 +81,8 @@ class Launcher:
             (os.POSIX_SPAWN_DUP2, control, CONTROL_FD),
         ]
         path = f"/proc/self/fd/{program}"
-        return os.posix_spawn(path, ["aether", "launcher"], {}, file_actions=actions, setsid=True)
+        env = {"ASAN_OPTIONS": "detect_leaks=0"}  # read by the sanitizers' build alone
+        return os.posix_spawn(path, ["aether", "launcher"], env, file_actions=actions, setsid=True)
 
     def _join(self, fds: list[int]) -> None:
         for fd in fds:
