@@ -28,6 +28,23 @@ WS_MAX: Final = 2 << 20
 PING_S: Final = 20.0
 
 
+class _Parts:
+    """A body's pieces. A large upload is not copied once into a bytearray and again out of it."""
+
+    __slots__ = ("_parts", "size")
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self.size = 0
+
+    def add(self, part: bytes) -> None:
+        self._parts.append(part)
+        self.size += len(part)
+
+    def __bytes__(self) -> bytes:
+        return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+
+
 class Protocol(HttpToolsProtocol):
     """uvicorn's, with limits on headers and fewer stops on large bodies."""
 
@@ -87,8 +104,11 @@ class Protocol(HttpToolsProtocol):
         cycle: RequestResponseCycle = self.cycle
         if cycle.response_complete or self.parser.should_upgrade():
             return
-        cycle.body += body
-        if len(cycle.body) > HIGH_WATER:
+        parts: Any = cycle.body
+        if not isinstance(parts, _Parts):  # uvicorn puts an empty bytearray there after each receive
+            cycle.body = parts = _Parts()  # type: ignore[assignment]
+        parts.add(body)
+        if parts.size > HIGH_WATER:
             self.flow.pause_reading()
         cycle.message_event.set()
 
