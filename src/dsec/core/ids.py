@@ -1,6 +1,6 @@
 """Identifiers. A sandbox id names its edge, so that any apiserver can route it without a lookup.
 
-    sbx-<edge>-<12 base32 characters>      edge: 1 to 24 of [a-z0-9]
+sbx-<edge>-<12 base32 characters>      edge: 1 to 24 of [a-z0-9]
 """
 
 from __future__ import annotations

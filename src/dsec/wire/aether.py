@@ -1,8 +1,8 @@
 """The protocol between edge and aether: frames, and the messages inside them. docs/protocol.md is its text.
 
 One byte stream carries many channels: a Unix socket for containers, a virtio-serial port for VMs. A frame is
-a 12-byte header, little-endian `<length u32><channel u32><type u8><flags u8><zero u16>`, and `length` bytes of
-payload: msgpack arrays (structs below, fields in order), or raw bytes in DATA. Nothing here does I/O.
+a 12-byte header, little-endian `<length u32><channel u32><type u8><flags u8><zero u16>`, and `length` bytes
+of payload: msgpack arrays (structs below, fields in order), or raw bytes in DATA. Nothing here does I/O.
 
 Everything that comes from aether is hostile: every length has a limit, and a breach is a ProtocolError.
 """
@@ -395,7 +395,7 @@ class Step(Message, frozen=True):
     | --- | --- | --- | --- | --- |
     | mount | mount point | filesystem type | MS_* | its options |
     | attach | mount point (file or directory) | | index of a detached mount in the fds, moved there | |
-    | mask | path, skipped if missing: /dev/null over a file, an empty read-only tmpfs over a directory | | | |
+    | mask | path, skipped if missing: /dev/null over a file, an empty read-only tmpfs on a directory | | | |
     | readonly | path, skipped if missing: bound on itself and remounted read-only | | MS_* kept | |
     | mkdir | path; an existing directory is no error | | mode | |
     | symlink | path; an existing entry is no error | what it points to | | |

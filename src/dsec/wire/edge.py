@@ -110,8 +110,9 @@ class SandboxPage(EdgeMessage, frozen=True):
 class Operate(EdgeMessage, frozen=True):
     """Start an operation, or join the one of this id. The request carries the op id.
 
-    `stdin`: bytes given whole (commands with stdin, small uploads); the request's `stdin` field must be true for commands.
-    `wait_s`: 0 returns at once with what is known; else waits that long for the end (the operation goes on afterwards).
+    `stdin`: bytes given whole (commands with stdin, small uploads); a command's `stdin` field must be true.
+    `wait_s`: 0 returns at once with what is known; else waits that long for the end (the operation goes on
+    afterwards).
     `open_input`: more input follows over attach; otherwise the input ends after `stdin`.
     """
 
@@ -170,7 +171,7 @@ class InputOperation(EdgeMessage, frozen=True):
     data: bytes = b""
     eof: bool = False
     offset: int | None = None
-    """Where `data` belongs in the input: what the operation has had already is skipped, so that a repeat is safe."""
+    """Where `data` belongs in the input: what the operation has had is skipped, so that a repeat is safe."""
 
 
 class ResizeOperation(EdgeMessage, frozen=True):
