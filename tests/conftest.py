@@ -47,7 +47,7 @@ def leak_check_of_module(
 
 @pytest.fixture(autouse=True)
 def leak_check(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Around each kernel test: mounts, groups, namespaces, loop devices, interfaces, descriptors, processes."""
+    """Around each kernel test: mounts, groups, namespaces, devices, interfaces, descriptors, processes."""
     if request.node.get_closest_marker("kernel"):
         yield from _check(request, tmp_path_factory)
     else:

@@ -6,7 +6,7 @@ import itertools
 import os
 import shutil
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +131,8 @@ async def container(
 
 
 @pytest.fixture
-def damaged(tmp_path: Path, base_layer: LayerRef) -> Iterator[Path]:
+def damaged(tmp_path: Path, base_layer: LayerRef) -> Path:
     """A copy of the base image, to be damaged."""
     copy = tmp_path / "damaged.erofs"
     shutil.copyfile(base_layer.path, copy)
-    yield copy
+    return copy

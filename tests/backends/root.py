@@ -11,7 +11,40 @@ from pathlib import Path
 
 from dsec.backends.base import LayerRef
 
-PROGRAMS = ["sh", "bash", "true", "false", "cat", "echo", "sleep", "dd", "ls", "id", "mount", "umount", "env", "head", "tail", "wc", "grep", "ln", "mkdir", "rm", "touch", "chmod", "chown", "mknod", "kill", "ps", "df", "stat", "hostname", "readlink", "setpriv", "prlimit", "taskset", "renice", "seq", "yes", "sort", "timeout", "tr"]
+SHELL = [
+    "sh",
+    "bash",
+    "true",
+    "false",
+    "cat",
+    "echo",
+    "sleep",
+    "env",
+    "kill",
+    "yes",
+    "sort",
+    "seq",
+    "timeout",
+    "tr",
+]
+FILES = [
+    "dd",
+    "ls",
+    "head",
+    "tail",
+    "wc",
+    "grep",
+    "ln",
+    "mkdir",
+    "rm",
+    "touch",
+    "chmod",
+    "chown",
+    "mknod",
+    "readlink",
+]
+SYSTEM = ["id", "mount", "umount", "ps", "df", "stat", "hostname", "setpriv", "prlimit", "taskset", "renice"]
+PROGRAMS = (*SHELL, *FILES, *SYSTEM)
 PASSWD = "root:x:0:0:root:/root:/bin/sh\nuser:x:1000:1000:user:/home/user:/bin/sh\n"
 GROUP = "root:x:0:\nuser:x:1000:\n"
 

@@ -130,7 +130,7 @@ async def test_stats(rig: Rig) -> None:
 
 
 async def test_burst_and_cancellations(rig: Rig) -> None:
-    """Some are cancelled at once, some a little later, the rest are left alone: none is half-made afterwards."""
+    """Some are cancelled at once, some a little later, the rest left alone: none is half-made afterwards."""
     tasks = [asyncio.create_task(rig.backend.launch(rig.spec())) for _ in range(24)]
     tasks[0].cancel()
     await asyncio.sleep(0)

@@ -99,7 +99,7 @@ def test_loop_device_goes_by_itself(tmp_path: Path) -> None:
         f.truncate(1 << 20)
     device, fd = loop.attach(image, read_only=True)
     assert loop.devices_of(image) == [device]
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="Bad file descriptor"):
         os.write(fd, b"x")
     os.close(fd)
 
@@ -120,6 +120,12 @@ def pool(tmp_path: Path) -> Iterator[int]:
     umount2(where)
 
 
+def _fill(fd: int, size: int) -> None:
+    for _ in range(size >> 20):
+        os.write(fd, os.urandom(1 << 20))
+        os.fsync(fd)
+
+
 def test_subvolume_with_a_limit(pool: int) -> None:
     assert btrfs.enable_quota(pool) in ("simple", "qgroups")
     btrfs.subvolume_create(pool, "one")
@@ -129,11 +135,8 @@ def test_subvolume_with_a_limit(pool: int) -> None:
     assert btrfs.is_subvolume(fd)
     btrfs.limit(fd, 4 << 20)
     file = os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=fd)
-    with pytest.raises(OSError) as e:
-        for _ in range(64):
-            os.write(file, os.urandom(1 << 20))
-            os.fsync(file)
-    assert e.value.errno in (errno.EDQUOT, errno.ENOSPC)
+    with pytest.raises(OSError, match="quota exceeded|No space"):
+        _fill(file, 64 << 20)
     os.close(file)
     os.close(fd)
     btrfs.subvolume_destroy(pool, "one")
@@ -148,7 +151,6 @@ def test_probes_leave_nothing() -> None:
 
 def test_mount_refuses_a_write(tmp_path: Path) -> None:
     mount("tmpfs", tmp_path, "tmpfs", MS_RDONLY, "size=4k")
-    with pytest.raises(OSError) as e:
+    with pytest.raises(OSError, match="Read-only"):
         (tmp_path / "x").touch()
-    assert e.value.errno == errno.EROFS
     umount2(tmp_path)

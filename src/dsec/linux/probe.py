@@ -1,4 +1,4 @@
-"""Trials of what the kernel can do. Each gives an empty text when it works, else why not, and leaves nothing behind."""
+"""Trials of what the kernel can do. Each gives an empty text when it works, else why not."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def keep_capabilities() -> None:
 
 
 def set_fs_ids(uid: int, gid: int) -> None:
-    """This thread's ids for file systems. setfsuid tells no errors: what it did is asked for by a second call."""
+    """This thread's ids for file systems. setfsuid tells no errors: a second call asks what it did."""
     libc.setfsgid(ctypes.c_uint(gid))
     libc.setfsuid(ctypes.c_uint(uid))
     if libc.setfsuid(ctypes.c_uint(0xFFFFFFFF)) != ctypes.c_int(uid).value:

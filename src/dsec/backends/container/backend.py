@@ -1,4 +1,4 @@
-"""Container sandboxes. The kernel work of one launch runs in one thread, from beginning to end, in plain order."""
+"""Container sandboxes. All kernel work of one launch runs in one thread, from beginning to end, in order."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ class ContainerBackend:
         )
 
     async def _in_thread(self, body: Callable[[], T]) -> T:
-        """The body's value; OSError becomes a typed error. A cancelled caller waits until the thread is done."""
+        """The body's value. A cancelled caller waits until the thread is done: nothing is half-made."""
         task = asyncio.get_running_loop().run_in_executor(self._threads, body)
         try:
             return await asyncio.shield(task)

@@ -1,4 +1,4 @@
-"""Layer mounts: each EROFS image is mounted once per node, below the data directory, and shared by all sandboxes.
+"""Layer mounts: each EROFS image is mounted once per node, below the data directory, and shared.
 
 File-backed where the kernel can (Linux 6.12), else over a loop device; found by trial.
 """
@@ -96,7 +96,8 @@ class LayerMounts:
                 raise UnknownLayer(f"layer {layer.digest}: its image {layer.path} is gone") from e
             if e.errno in CORRUPT:
                 raise LayerCorrupt(
-                    f"layer {layer.digest} cannot be mounted ({e.strerror}): it is cut short or damaged; build it again"
+                    f"layer {layer.digest} cannot be mounted ({e.strerror}): "
+                    "it is cut short or damaged; build it again"
                 ) from e
             raise
         return _tree(target)
@@ -122,8 +123,8 @@ class LayerMounts:
 
 
 def _check_size(path: str) -> None:
-    """Raises OSError EUCLEAN for an image with fewer bytes than its superblock says: the kernel mounts it all the same,
-    and answers with I/O errors later."""
+    """Raises OSError EUCLEAN for an image with fewer bytes than its superblock says: the kernel mounts it all
+    the same, and answers with I/O errors later."""
     with open(path, "rb") as f:
         size = os.fstat(f.fileno()).st_size
         f.seek(SUPERBLOCK)

@@ -2,7 +2,7 @@
 
 Two ways, chosen by trial at the start; one suite runs against both.
 - `fd` (Linux 6.15): every lower is a detached mount, given to overlayfs by descriptor.
-- `staged` (Linux 6.1): lowers are attached in a mount namespace that one thread has for itself, and given by path.
+- `staged` (Linux 6.1): lowers are attached in a mount namespace of one thread alone, and given by path.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _thread = threading.local()
 
 class Overlay(Protocol):
     def build(self, lowers: list[int], writable: int, userns: int, root_id: int) -> int:
-        """A detached overlay mount. `lowers` are mounts, bottom to top; `writable` a directory with upper/ and work/."""
+        """A detached overlay mount. `lowers` are mounts, bottom to top; `writable` holds upper/ and work/."""
 
     def close(self) -> None: ...
 
@@ -75,8 +75,8 @@ def idmapped(fd: int, userns: int) -> int:
 
 @contextlib.contextmanager
 def acting_as(root_id: int) -> Iterator[None]:
-    """The overlay writes with the ids of the thread that mounts it: they must be mapped in the idmapped upper,
-    or the mount is silently read-only. Capabilities stay (SECBIT_NO_SETUID_FIXUP)."""
+    """The overlay writes with the ids of the thread that mounts it: they must be mapped in the upper, or the
+    mount is silently read-only. Capabilities stay (SECBIT_NO_SETUID_FIXUP)."""
     if not getattr(_thread, "ready", False):
         keep_capabilities()
         _thread.ready = True
@@ -157,8 +157,8 @@ class Staged:
             return done.result()
 
     def _build(self, lowers: list[int], top: int, root_id: int) -> int:
-        """Paths are relative to the staging directory, which this thread works in: a list of them may have 255
-        characters, and the sandbox sees them in its mountinfo."""
+        """Paths are relative to the staging directory, which this thread works in: a list of them may have
+        255 characters, and the sandbox sees them in its mountinfo."""
         with contextlib.ExitStack() as undo:
             names = [self._attach(str(i), fd, undo) for i, fd in enumerate(lowers)]
             self._attach("top", top, undo)

@@ -16,7 +16,7 @@ from typing import Final, Literal
 
 from dsec.core.errors import DiskFull, Unsupported
 from dsec.linux import btrfs, loop
-from dsec.linux.syscalls import MNT_DETACH, MS_NODEV, MS_NOATIME, MS_NOSUID, mount, umount2
+from dsec.linux.syscalls import MNT_DETACH, MS_NOATIME, MS_NODEV, MS_NOSUID, mount, umount2
 
 MIN_SIZE: Final = 256 << 20
 MAX_SIZE: Final = 1 << 44
