@@ -1,7 +1,8 @@
 """What this test run has on the host: taken before and after a kernel test, the two must be the same.
 
-Other programs may run beside the tests, so each thing is told apart by its owner: processes are those that descend
-from this one (it is their subreaper, so that no orphan escapes), mounts and loop devices those below its directories.
+Other programs may run beside the tests, so each thing is told apart by its owner: processes are those that
+descend from this one (it is their subreaper, so that no orphan escapes), mounts and loop devices those below
+its directories.
 """
 
 from __future__ import annotations

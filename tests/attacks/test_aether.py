@@ -1,5 +1,5 @@
-"""As root inside a sandbox: reach, signal, trace, limit, starve, read or overwrite aether, its socket, its binary
-and the edge's files. All must fail, and aether must answer afterwards."""
+"""As root inside a sandbox: reach, signal, trace, limit, starve, read or overwrite aether, its socket, its
+binary and the edge's files. All must fail, and aether must answer afterwards."""
 
 from __future__ import annotations
 

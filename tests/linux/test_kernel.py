@@ -135,7 +135,7 @@ def test_subvolume_with_a_limit(pool: int) -> None:
     assert btrfs.is_subvolume(fd)
     btrfs.limit(fd, 4 << 20)
     file = os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=fd)
-    with pytest.raises(OSError, match="quota exceeded|No space"):
+    with pytest.raises(OSError, match=r"quota exceeded|No space"):
         _fill(file, 64 << 20)
     os.close(file)
     os.close(fd)
