@@ -6,10 +6,10 @@ import asyncio
 from pathlib import Path
 
 import pytest
-
-from dsec.client import DSecClient, DSecContainerRunArgs
 from tests.e2e.layers import stock_store
 from tests.e2e.server import ServerProcess
+
+from dsec.client import DSecClient, DSecContainerRunArgs
 
 
 @pytest.fixture(scope="session")

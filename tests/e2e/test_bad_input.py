@@ -138,7 +138,7 @@ async def test_full_disk_is_told_and_survived(client):
     left = await sandbox.exec(["/bin/sh", "-c", "ls -a / | grep -c big"])
     assert left.stdout.strip() == b"0", "a partial file was left behind"
     result = await sandbox.exec(["/bin/dd", "if=/dev/zero", "of=/big", "bs=1M", "count=160"])
-    assert result.exit_code != 0 and b"space" in result.stderr or b"uota" in result.stderr
+    assert (result.exit_code != 0 and b"space" in result.stderr) or b"uota" in result.stderr
     await sandbox.exec(["/bin/rm", "-f", "/big"])
     assert (await sandbox.exec(["/bin/echo", "ok"])).stdout == b"ok\n"
     await sandbox.stop()
@@ -206,7 +206,9 @@ async def test_body_over_the_limit(server, sandbox):
     async with (
         aiohttp.ClientSession() as session,
         session.post(
-            f"{server.url}/v1/sandboxes/{sandbox.id}/exec", data=io.BytesIO(b"[" * (64 << 20)), headers=headers
+            f"{server.url}/v1/sandboxes/{sandbox.id}/exec",
+            data=io.BytesIO(b"[" * (64 << 20)),
+            headers=headers,
         ) as response,
     ):
         assert response.status == 413

@@ -11,12 +11,12 @@ import contextlib
 import random
 
 import pytest
+from tests.e2e.host import footprint
+from tests.e2e.server import ServerProcess
 
 from dsec.client import DSecClient, DSecContainerRunArgs
 from dsec.core import errors
 from dsec.core.ids import new_operation_id
-from tests.e2e.host import footprint
-from tests.e2e.server import ServerProcess
 
 pytestmark = pytest.mark.kernel
 LASTING = 3
@@ -60,7 +60,9 @@ class Lasting:
         command = await sandbox.operation(self.background)
         output = await command.output()
         numbers = output.stdout.split()
-        assert numbers[: len(numbers)] == [str(i + 1).encode() for i in range(len(numbers))], "a line was lost"
+        assert numbers[: len(numbers)] == [str(i + 1).encode() for i in range(len(numbers))], (
+            "a line was lost"
+        )
         assert len(numbers) >= self.lines
         self.lines = len(numbers)
         for op_id, stdout in self.recorded.items():

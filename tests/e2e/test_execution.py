@@ -266,7 +266,9 @@ async def test_fork_bomb_is_contained(client, sandbox):
 
 
 async def test_random_and_clock_and_names(sandbox):
-    checks = "getent hosts localhost || cat /etc/hosts; hostname; cat /etc/hostname; echo > /dev/tcp/127.0.0.1/1"
+    checks = (
+        "getent hosts localhost || cat /etc/hosts; hostname; cat /etc/hostname; echo > /dev/tcp/127.0.0.1/1"
+    )
     result = await sandbox.exec(["/bin/bash", "-c", checks])
     lines = result.stdout_text.split()
     assert "localhost" in lines and lines[-1] == lines[-2]

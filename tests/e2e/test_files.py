@@ -56,7 +56,9 @@ async def test_special_files_do_not_hang(sandbox):
 
 
 async def test_links_are_written_through_and_stay_inside(sandbox, tmp_path):
-    await sandbox.exec(["/bin/sh", "-c", "echo old > /srv/real; ln -s real /srv/link; ln -s /nowhere /srv/dangling"])
+    await sandbox.exec(
+        ["/bin/sh", "-c", "echo old > /srv/real; ln -s real /srv/link; ln -s /nowhere /srv/dangling"]
+    )
     await sandbox.files.write("/srv/link", b"new")
     assert await sandbox.files.read("/srv/real") == b"new"
     assert (await sandbox.files.stat("/srv/link", follow=False)).type == "symlink"
@@ -111,7 +113,9 @@ async def test_watch(sandbox):
             seen.append((event.event, str(event.path)))
             if not begun:
                 begun = True
-                await sandbox.exec(["/bin/sh", "-c", "mkdir /srv/w/d; sleep 0.3; echo x > /srv/w/d/f; rm /srv/w/d/f"])
+                await sandbox.exec(
+                    ["/bin/sh", "-c", "mkdir /srv/w/d; sleep 0.3; echo x > /srv/w/d/f; rm /srv/w/d/f"]
+                )
             if ("removed", "/srv/w/d/f") in seen:
                 break
     assert ("created", "/srv/w/d") in seen

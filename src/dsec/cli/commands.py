@@ -27,7 +27,7 @@ def creation_options(f: Any) -> Any:
     for option in reversed(
         (
             click.option("--layer", "layers", multiple=True, help="Workspace or toolkit, bottom to top."),
-            click.option("--memory", "memory_limit_mb", type=int, default=2048, show_default=True, help="MiB"),
+            click.option("--memory", "memory_limit_mb", type=int, default=2048, help="MiB; default 2048"),
             click.option("--cpus", "cpu_cores_limit", type=float, default=1.0, show_default=True),
             click.option("--disk", "disk_limit_mb", type=int, default=4096, show_default=True, help="MiB"),
             click.option("--pids", "pids_limit", type=int, default=1024, show_default=True),
@@ -119,7 +119,9 @@ def filter_options(f: Any) -> Any:
 @click.option("-a", "--all", "everything", is_flag=True, help="Those that have ended too.")
 @click.option("--json", "as_json", is_flag=True)
 @with_client
-async def ps(client: DSecClient, everything: bool, as_json: bool, labels: tuple[str, ...], **filters: Any) -> None:
+async def ps(
+    client: DSecClient, everything: bool, as_json: bool, labels: tuple[str, ...], **filters: Any
+) -> None:
     """Sandboxes."""
     states = None if everything else ["creating", "running", "pausing", "paused", "resuming", "stopping"]
     found = [
@@ -154,7 +156,11 @@ async def ps(client: DSecClient, everything: bool, as_json: bool, labels: tuple[
 @click.argument("sandbox_ids", nargs=-1)
 @with_client
 async def stop(
-    client: DSecClient, sandbox_ids: tuple[str, ...], everything: bool, labels: tuple[str, ...], **filters: Any
+    client: DSecClient,
+    sandbox_ids: tuple[str, ...],
+    everything: bool,
+    labels: tuple[str, ...],
+    **filters: Any,
 ) -> None:
     """Stop sandboxes, by id or by filter."""
     chosen = list(sandbox_ids)

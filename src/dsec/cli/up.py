@@ -26,13 +26,28 @@ DEFAULT_LISTEN = "127.0.0.1:7070"
 
 
 @click.command()
-@click.option("--data", type=click.Path(path_type=Path), default=DEFAULT_DATA, show_default=True, help="Everything lives below it.")
-@click.option("--listen", default=DEFAULT_LISTEN, show_default=True, help="ADDRESS:PORT; port 0 takes a free one.")
-@click.option("--token-file", type=click.Path(path_type=Path), help="Where the first token is written (mode 0600).")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    default=DEFAULT_DATA,
+    show_default=True,
+    help="Everything lives below it.",
+)
+@click.option(
+    "--listen", default=DEFAULT_LISTEN, show_default=True, help="ADDRESS:PORT; port 0 takes a free one."
+)
+@click.option(
+    "--token-file", type=click.Path(path_type=Path), help="Where the first token is written (mode 0600)."
+)
 @click.option("--ready-file", type=click.Path(path_type=Path), help="Written with the URL once it serves.")
 @click.option("--max-sandboxes", type=click.IntRange(1, 100_000), default=10_000, show_default=True)
 @click.option("--keep", is_flag=True, help="Leave sandboxes running at the end, for the next start.")
-@click.option("--mount-path", type=click.Choice(["auto", "fd", "staged"]), default="auto", help="How layers are mounted; auto tries.")
+@click.option(
+    "--mount-path",
+    type=click.Choice(["auto", "fd", "staged"]),
+    default="auto",
+    help="How layers are mounted; auto tries.",
+)
 @click.option("-v", "--verbose", count=True)
 def up(**options: Any) -> None:
     """Serve until stopped (SIGINT, SIGTERM)."""
@@ -66,7 +81,8 @@ def claimed(data: Path) -> Iterator[None]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise click.ClickException(f"another server uses {data}: stop it, or give --data another directory") from None
+            told = f"another server uses {data}: stop it, or give --data another directory"
+            raise click.ClickException(told) from None
         yield
     finally:
         os.close(fd)
