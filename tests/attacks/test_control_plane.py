@@ -69,7 +69,7 @@ PIDFD_OPEN, PIDFD_GETFD, SCHED_SETSCHEDULER, KCMP, MIGRATE_PAGES = 434, 438, 144
 
 
 async def test_trace_and_limits(sandbox, neighbour):
-    """ptrace ATTACH and SEIZE, process_vm_readv, prlimit, affinity, priority, scheduler, descriptors of PID 1."""
+    """ptrace ATTACH and SEIZE, kcmp, prlimit, affinity, priority, scheduler of PID 1."""
     refused = {"errno 1", "errno 3", "errno 13", "errno 38"}
     assert await call(sandbox, PTRACE, 16, 1, 0, 0) in refused
     assert await call(sandbox, PTRACE, 0x4206, 1, 0, 0) in refused

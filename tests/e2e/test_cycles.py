@@ -71,5 +71,5 @@ async def test_a_few_hundred(server):
 
 @pytest.mark.slow
 async def test_ten_thousand(server):
-    """The last 10,000 records that ended are kept for look-ups: they are made first, then nothing may grow."""
+    """The last 10,000 records are kept for look-ups: they are made first, then nothing may grow."""
     await run(server, warm=10_000, number=10_000, growth_kib=16_384)
