@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -13,7 +15,8 @@ from tests.backends.inside import Inside
 from tests.backends.root import image_of
 
 from dsec.backends.base import LayerRef
-from dsec.core.errors import DSecError, LaunchFailed, LayerCorrupt, UnknownLayer
+from dsec.backends.container import backend, pool
+from dsec.core.errors import DSecError, LaunchFailed, LayerCorrupt, Unavailable, UnknownLayer
 
 pytestmark = pytest.mark.kernel
 
@@ -241,7 +244,7 @@ STEPS = [
     "_map_ids",
     "overlay.build",
     "_configure",
-    "_await_hello",
+    "await_hello",
 ]
 
 
@@ -256,7 +259,7 @@ async def test_failed_launch_is_undone(
     _, sock = await container.launch()
     sock.close()
     before = container.files()
-    target: Any = container.backend
+    target: Any = backend if step == "await_hello" else container.backend
     *way, name = step.split(".")
     for part in way:
         target = getattr(target, part)
@@ -336,3 +339,35 @@ async def test_two_edges_beside_each_other(container: Rig, tmp_path: Path, base_
     assert (await inside.sh("echo here")).stdout == b"here\n"
     assert isinstance(inside._sock, socket.socket) and handle.pid
     inside.close()
+
+
+async def test_a_launcher_that_ends_is_replaced(container: Rig) -> None:
+    handle, inside = await container.inside()
+    for launcher in list(container.backend._launchers):
+        os.kill(launcher.pid, 9)
+    outcomes = await asyncio.gather(*(container.launch() for _ in range(4)), return_exceptions=True)
+    assert all(isinstance(o, tuple | DSecError) for o in outcomes)
+    while True:
+        with contextlib.suppress(Unavailable):
+            _, other = await container.inside()
+            break
+    assert (await other.sh("echo new")).stdout == b"new\n"
+    assert (await inside.sh("echo old")).stdout == b"old\n"
+    await container.backend.destroy(handle)
+
+
+async def test_plain_directories_where_there_is_no_btrfs(
+    tmp_path: Path, base_layer: LayerRef, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (data := tmp_path / "data").mkdir(mode=0o700)
+    rig = Rig("fd", data, base_layer)
+    with monkeypatch.context() as patch:
+        patch.setattr(pool.shutil, "which", lambda _: None)
+        await rig.backend.open()
+    fingerprint = await rig.backend.fingerprint()
+    assert fingerprint.attributes["disk_limit"].startswith("none: there is no mkfs.btrfs")
+    _, inside = await rig.inside()
+    assert await inside.text("echo x > /root/x; mkdir -p /a/b/c; chmod 0 /a/b; cat /root/x") == "x"
+    await rig.restart()
+    assert (await rig.backend.fingerprint()).attributes["disk_limit"].startswith("none")
+    await rig.finish()

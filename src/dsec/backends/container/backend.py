@@ -6,15 +6,12 @@ import array
 import asyncio
 import contextlib
 import errno
-import functools
 import itertools
 import logging
 import os
-import select
 import shutil
 import signal
 import socket
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,62 +21,40 @@ import msgspec
 
 from dsec.backends.base import Exit, Fingerprint, Handle, LaunchSpec, Stats
 from dsec.backends.container import policy
+from dsec.backends.container.dev import make_dev
 from dsec.backends.container.ids import id_map, owner_of, root_of
 from dsec.backends.container.launcher import Launcher, agent_binary, sealed_copy
 from dsec.backends.container.layers import LayerMounts, clone
 from dsec.backends.container.overlay import ByDescriptor, Overlay, Staged
 from dsec.backends.container.pool import Pool
+from dsec.backends.container.process import (
+    NAMED,
+    aether_name,
+    boot_id,
+    end,
+    name_and_parent,
+    open_pidfd,
+    start_time,
+)
+from dsec.backends.container.ready import READY_LIMIT_S, await_hello
+from dsec.backends.container.stages import Stages
 from dsec.core.errors import DiskFull, DSecError, LaunchFailed, SandboxFailed, Unavailable, Unsupported
 from dsec.linux.cgroup import Group, Limits, detect
-from dsec.linux.probe import detached_tmpfs, erofs_file_mount, overlay_by_fd
+from dsec.linux.probe import erofs_file_mount, overlay_by_fd
 from dsec.linux.syscalls import (
     MOUNT_ATTR_IDMAP,
     MOUNT_ATTR_NOEXEC,
     MOUNT_ATTR_NOSUID,
     MOUNT_ATTR_RDONLY,
     mount_setattr,
-    pidfd_send_signal,
 )
-from dsec.wire.aether import HEADER, MAX_PAYLOAD, VERSION, Config, Failure, Type
+from dsec.wire.aether import HEADER, Type
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 THREADS: Final = 16
-READY_LIMIT_S: Final = 30.0
 END_LIMIT_S: Final = 20.0
 BACKLOG: Final = 4
-NAMED: Final = "ae:"
-DEVICES: Final = {"null": 3, "zero": 5, "full": 7, "random": 8, "urandom": 9}
-
-
-@functools.cache
-def boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def start_time(pid: int) -> int:
-    """Field 22 of /proc/pid/stat; the name before it may hold anything."""
-    text = Path(f"/proc/{pid}/stat").read_text()
-    return int(text.rpartition(")")[2].split()[19])
-
-
-class Stages:
-    """How long each stage of launches took, in all: seconds by name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.launches = 0
-
-    def clock(self) -> Callable[[str], None]:
-        last = time.perf_counter()
-
-        def lap(name: str) -> None:
-            nonlocal last
-            now = time.perf_counter()
-            self.seconds[name] = self.seconds.get(name, 0.0) + now - last
-            last = now
-
-        return lap
 
 
 class ContainerBackend:
@@ -100,8 +75,7 @@ class ContainerBackend:
         self._launchers: list[Launcher] = []
         self._round = itertools.count()
         self._home: Group | None = None
-        self._dev = self._run_fd = -1
-        self._dev_idmapped = False
+        self._dev = self._run_fd = self._program = -1
         self._pidfds: dict[str, int] = {}
         self._statuses: dict[int, int] = {}
         self._exits: dict[str, asyncio.Future[Exit]] = {}
@@ -131,14 +105,25 @@ class ContainerBackend:
             self.layers.file_backed = not erofs_file_mount()
         self.pool.open()
         self.overlay = self._choose_overlay()
-        self._dev = self._make_dev()
-        program = sealed_copy(agent_binary())
+        self._dev = make_dev()
+        self._program = sealed_copy(agent_binary())
+        self._launchers = [self._new_launcher() for _ in range(os.cpu_count() or 1)]
+
+    def _new_launcher(self) -> Launcher:
+        assert self._home is not None
+        return Launcher(self._program, self._home.join, self._reaped, self._launcher_ended)
+
+    def _launcher_ended(self, launcher: Launcher) -> None:
+        """Its aethers live on; another takes its place."""
+        assert self._loop is not None
+        self._launchers.remove(launcher)
         try:
-            self._launchers = [
-                Launcher(program, self._home.join, self._reaped) for _ in range(os.cpu_count() or 1)
-            ]
-        finally:
-            os.close(program)
+            fresh = self._new_launcher()
+        except OSError as e:
+            log.error("no new launcher in place of %d: %s", launcher.pid, e)
+            return
+        fresh.attach(self._loop)
+        self._launchers.append(fresh)
 
     def _choose_overlay(self) -> Overlay:
         if self.mount_path == "fd" or (self.mount_path == "auto" and not overlay_by_fd()):
@@ -146,27 +131,6 @@ class ContainerBackend:
         stage = self.run / "staging"
         stage.mkdir(mode=0o700, exist_ok=True)
         return Staged(stage)
-
-    def _make_dev(self) -> int:
-        """/dev of all sandboxes: one read-only tmpfs with the few devices that they may open."""
-        fd = detached_tmpfs(mode="0755", size="64k")
-        for name, minor in DEVICES.items():
-            os.mknod(name, 0o666 | 0o020000, os.makedev(1, minor), dir_fd=fd)
-        os.mknod("tty", 0o666 | 0o020000, os.makedev(5, 0), dir_fd=fd)
-        for name in (*DEVICES, "tty"):
-            os.chmod(name, 0o666, dir_fd=fd)
-        for name in ("pts", "shm", "mqueue"):
-            os.mkdir(name, 0o755, dir_fd=fd)
-        links = {
-            "fd": "/proc/self/fd",
-            "stdin": "fd/0",
-            "stdout": "fd/1",
-            "stderr": "fd/2",
-            "ptmx": "pts/ptmx",
-        }
-        for name, target in links.items():
-            os.symlink(target, name, dir_fd=fd)
-        return fd
 
     async def close(self, *, keep: bool) -> None:
         loop = asyncio.get_running_loop()
@@ -185,10 +149,10 @@ class ContainerBackend:
         if self._home:
             self._home.close()
             self._home = None
-        for fd in (self._dev, self._run_fd):
+        for fd in (self._dev, self._run_fd, self._program):
             if fd >= 0:
                 os.close(fd)
-        self._dev = self._run_fd = -1
+        self._dev = self._run_fd = self._program = -1
         self.layers.close(keep=keep)
         self.pool.close(keep=keep)
         with contextlib.suppress(OSError):
@@ -208,7 +172,7 @@ class ContainerBackend:
                 "mount_path": "fd" if isinstance(self.overlay, ByDescriptor) else "staged",
                 "erofs": backed,
                 "cgroup": f"v{self.cgroups.version}",
-                "disk_limit": f"btrfs pool, {self.pool.limited_by} quota",
+                "disk_limit": self.pool.described,
             },
         )
 
@@ -271,7 +235,7 @@ class ContainerBackend:
                     launcher = self._launchers[next(self._round) % len(self._launchers)]
                     pid, pidfd = launcher.spawn(owner_of(spec.slot), theirs)
                 failed.callback(os.close, pidfd)
-                failed.callback(_kill, pidfd)
+                failed.callback(end, pidfd, END_LIMIT_S)
                 lap("clone")
                 userns = self._map_ids(pid, spec.slot)
                 stack.callback(os.close, userns)
@@ -282,7 +246,7 @@ class ContainerBackend:
                 self._configure(spec, ours, root, userns, group)
                 lap("configure")
                 handle = self._handle(spec.sandbox_id, spec.slot, pid)
-                self._await_hello(ours)
+                await_hello(ours)
                 lap("enter")
                 failed.pop_all()
         self.stages.launches += 1
@@ -331,10 +295,8 @@ class ContainerBackend:
         try:
             try:
                 mount_setattr(fd, attr_set=attributes | MOUNT_ATTR_IDMAP, userns_fd=userns)
-            except (
-                OSError
-            ) as e:  # tmpfs is idmapped since Linux 6.3; without, root's devices are nobody's inside
-                if e.errno != errno.EINVAL:
+            except OSError as e:
+                if e.errno != errno.EINVAL:  # tmpfs is idmapped since Linux 6.3; without, its owner is nobody
                     raise
                 mount_setattr(fd, attr_set=attributes)
         except BaseException:
@@ -358,31 +320,9 @@ class ContainerBackend:
         with contextlib.closing(self._listen(spec.sandbox_id)) as listener:
             dev = self._dev_for(userns)
             try:
+                # In the order that policy.config names them by.
                 fds = [root, listener.fileno(), dev, group.oom_counter, *group.join, *home]
-                joins = len(group.join)
-                config = Config(
-                    version=VERSION,
-                    sandbox_id=spec.sandbox_id,
-                    root=0,
-                    listen=1,
-                    cgroup_join=list(range(4, 4 + joins)),
-                    cgroup_home=list(range(4 + joins, 4 + joins + len(home))),
-                    cgroup_v2=self.cgroups.version == 2,
-                    oom_counter=3,
-                    hostname=policy.hostname(spec),
-                    steps=policy.steps(spec, 2),
-                    seccomp=policy.seccomp_program(),
-                    capabilities=policy.CAPABILITIES,
-                    rlimits=policy.rlimits(spec),
-                    env=policy.environment(spec),
-                    user=spec.spec.init_user or spec.image.user or "",
-                    workdir=spec.spec.workdir or spec.image.workdir or "",
-                    shell=spec.image.shell or policy.SHELLS,
-                    oom_score_adj=policy.OOM_SCORE,
-                    umask=0o022,
-                    max_operations=1024,
-                    loopback=True,
-                )
+                config = policy.config(spec, len(group.join), len(home), v2=self.cgroups.version == 2)
                 payload = msgspec.msgpack.encode(config)
                 frame = HEADER.pack(len(payload), 0, Type.CONFIG, 0, 0) + payload
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
@@ -391,24 +331,6 @@ class ContainerBackend:
                 control.sendall(frame[sent:])
             finally:
                 os.close(dev)
-
-    @staticmethod
-    def _await_hello(control: socket.socket) -> None:
-        """Leaves the HELLO to be read. An ERROR says which step failed."""
-        try:
-            head = control.recv(HEADER.size, socket.MSG_PEEK | socket.MSG_WAITALL)
-        except TimeoutError:
-            raise LaunchFailed(f"aether did not enter the sandbox within {READY_LIMIT_S:.0f} s") from None
-        if len(head) < HEADER.size:
-            raise LaunchFailed("aether ended before it had entered the sandbox")
-        length, _, kind, _, _ = HEADER.unpack(head)
-        if kind == Type.HELLO:
-            return
-        if kind != Type.ERROR or length > MAX_PAYLOAD:
-            raise LaunchFailed(f"aether began with a frame of type {kind}")
-        body = control.recv(HEADER.size + length, socket.MSG_WAITALL)[HEADER.size :]
-        failure = msgspec.msgpack.decode(body, type=Failure)
-        raise LaunchFailed(failure.message, errno=failure.errno)
 
     def _handle(self, sandbox_id: str, slot: int, pid: int) -> Handle:
         return Handle(
@@ -426,25 +348,8 @@ class ContainerBackend:
 
     # --- life -------------------------------------------------------------------------------------------
 
-    def _open_pidfd(self, handle: Handle) -> int:
-        """Of the process that the handle means, and of no later one with its pid. -1: it has ended."""
-        if not handle.pid or handle.boot_id != boot_id():
-            return -1
-        try:
-            pidfd = os.pidfd_open(handle.pid)
-        except ProcessLookupError:
-            return -1
-        try:
-            same = start_time(handle.pid) == handle.start_time
-        except (FileNotFoundError, ProcessLookupError):
-            same = False
-        if not same:
-            os.close(pidfd)
-            return -1
-        return pidfd
-
     async def recover(self, handle: Handle) -> socket.socket:
-        pidfd = self._open_pidfd(handle)
+        pidfd = open_pidfd(handle)
         if pidfd < 0:
             raise SandboxFailed(f"{handle.sandbox_id} ended while no edge ran")
         try:
@@ -519,12 +424,11 @@ class ContainerBackend:
         await self._in_thread(lambda: self._stop(handle))
 
     def _stop(self, handle: Handle) -> None:
-        pidfd = self._open_pidfd(handle)
+        pidfd = open_pidfd(handle)
         if pidfd < 0:
             return
         try:
-            _kill(pidfd)
-            if not select.select([pidfd], [], [], END_LIMIT_S)[0]:
+            if not end(pidfd, END_LIMIT_S):
                 raise SandboxFailed(f"{handle.sandbox_id} did not end within {END_LIMIT_S:.0f} s of SIGKILL")
         finally:
             os.close(pidfd)
@@ -579,10 +483,9 @@ class ContainerBackend:
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):
                 pidfd = os.pidfd_open(pid)
                 try:
-                    name, parent = _name_and_parent(pid)
+                    name, parent = name_and_parent(pid)
                     if name not in names and (name.startswith(NAMED) or parent not in own):
-                        _kill(pidfd)
-                        select.select([pidfd], [], [], END_LIMIT_S)
+                        end(pidfd, END_LIMIT_S)
                         told.append(f"process {pid} ({name})")
                 finally:
                     os.close(pidfd)
@@ -592,22 +495,6 @@ class ContainerBackend:
                 self._destroy(self.half_made(name, 0))
                 told.append(f"sandbox {name}")
         return told
-
-
-def aether_name(sandbox_id: str) -> str:
-    """The name that a sandbox's aether gives its process; before it knows its id it is plain `aether`."""
-    return f"{NAMED}{sandbox_id[-12:]}"
-
-
-def _name_and_parent(pid: int) -> tuple[str, int]:
-    text = Path(f"/proc/{pid}/stat").read_text()
-    name, _, rest = text.partition("(")[2].rpartition(")")
-    return name, int(rest.split()[1])
-
-
-def _kill(pidfd: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        pidfd_send_signal(pidfd, signal.SIGKILL)
 
 
 def _unlink(directory: int, name: str) -> None:

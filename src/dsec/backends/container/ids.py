@@ -11,7 +11,7 @@ IDS: Final = 65_536
 FIRST_ID: Final = 0x4000_0000
 """Above what distributions hand out to users (/etc/subuid begins at 100,000)."""
 FIRST_OWNER: Final = 0x3000_0000
-"""aether's uids, mapped in no sandbox; one per slot, for the kernel counts keys, inotify and so on by owner."""
+"""aether's uids, mapped in no sandbox; one per slot: the kernel counts keys, inotify and more by owner."""
 MAX_SLOTS: Final = (0xFFFF_0000 - FIRST_ID) // IDS
 
 

@@ -56,11 +56,18 @@ def sealed_copy(path: Path) -> int:
 class Launcher:
     """One launcher process. `spawn` may be called from any thread; reaped children are told on the loop."""
 
-    def __init__(self, program: int, join: list[int], on_reaped: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        program: int,
+        join: list[int],
+        on_reaped: Callable[[int, int], None],
+        on_ended: Callable[[Launcher], None],
+    ) -> None:
         self._lock = threading.Lock()
         self._waiting: dict[int, Future[tuple[int, int]]] = {}
         self._sequence = itertools.count(1)
         self._on_reaped = on_reaped
+        self._on_ended = on_ended
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with contextlib.closing(theirs):
@@ -102,10 +109,13 @@ class Launcher:
     def detach(self, loop: asyncio.AbstractEventLoop) -> None:
         """The launcher ends when its control socket closes; its aethers live on."""
         loop.remove_reader(self._socket.fileno())
+        self._close("the server is stopping")
+
+    def _close(self, why: str) -> None:
         self._socket.close()
-        for waiting in self._waiting.values():
+        for waiting in list(self._waiting.values()):
             if not waiting.done():
-                waiting.set_exception(Unavailable("the server is stopping"))
+                waiting.set_exception(Unavailable(why))
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 
@@ -117,11 +127,13 @@ class Launcher:
                 )
             except BlockingIOError:
                 return
+            except ConnectionResetError:  # it ended with requests unread
+                data, ancillary = b"", []
             if not data:
-                log.error(
-                    "a launcher (pid %d) has ended: creations on it fail until the server restarts", self.pid
-                )
+                log.error("a launcher (pid %d) has ended", self.pid)
                 asyncio.get_running_loop().remove_reader(self._socket.fileno())
+                self._close("the launcher has ended")
+                self._on_ended(self)
                 return
             self._take(data, [fd for _, _, raw in ancillary for fd in array.array("i", raw)])
 
@@ -154,8 +166,8 @@ class Launcher:
             return answer.result(TIMEOUT_S)
         except TimeoutError:
             raise LaunchFailed(f"the launcher did not answer within {TIMEOUT_S:.0f} s") from None
-        except OSError as e:
-            raise LaunchFailed(f"the launcher: {e}") from e
+        except OSError as e:  # it has ended; another takes its place in a moment
+            raise Unavailable(f"the launcher: {e}") from e
         finally:
             self._waiting.pop(sequence, None)
 

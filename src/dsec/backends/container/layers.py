@@ -16,6 +16,7 @@ from typing import Final
 from dsec.backends.base import LayerRef
 from dsec.core.errors import LayerCorrupt, UnknownLayer, Unsupported
 from dsec.linux import loop
+from dsec.linux.mounts import is_mount
 from dsec.linux.syscalls import (
     AT_EMPTY_PATH,
     MNT_DETACH,
@@ -52,11 +53,11 @@ class LayerMounts:
     def open(self) -> None:
         """Takes over what an earlier life of this edge left mounted."""
         self.where.mkdir(mode=0o700, exist_ok=True)
-        if not _is_mount(self.where):
+        if not is_mount(self.where):
             mount(str(self.where), self.where, "", MS_BIND)
         mount("", self.where, "", MS_PRIVATE)
         for entry in self.where.iterdir():
-            if _is_mount(entry):
+            if os.path.ismount(entry):
                 self._fds[entry.name] = _tree(entry)
 
     def close(self, *, keep: bool) -> None:
@@ -134,12 +135,6 @@ def _check_size(path: str) -> None:
     (blocks,), (devices,) = struct.unpack_from("<I", block, 36), struct.unpack_from("<H", block, 86)
     if not devices and block[12] < 32 and size < blocks << block[12]:
         raise OSError(errno.EUCLEAN, f"{size} bytes of {blocks << block[12]}", path)
-
-
-def _is_mount(path: Path) -> bool:
-    return os.path.ismount(path) or any(
-        line.split()[4] == str(path) for line in Path("/proc/self/mountinfo").read_text().splitlines()
-    )
 
 
 def _tree(path: Path) -> int:

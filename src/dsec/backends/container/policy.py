@@ -9,7 +9,7 @@ from typing import Final
 from dsec.backends.base import LaunchSpec
 from dsec.linux import seccomp
 from dsec.linux.syscalls import MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_RDONLY
-from dsec.wire.aether import RLimit, Step
+from dsec.wire.aether import VERSION, Config, RLimit, Step
 
 SAFE: Final = MS_NOSUID | MS_NODEV | MS_NOEXEC
 
@@ -86,3 +86,34 @@ def etc_files(spec: LaunchSpec) -> dict[str, str]:
 
 def environment(spec: LaunchSpec) -> dict[str, str]:
     return {**DEFAULT_ENV, **spec.image.env, **spec.spec.env, **spec.spec.secrets}
+
+
+ROOT, LISTEN, DEV, OOM_COUNTER, GROUPS = range(5)
+"""Indices of descriptors; from GROUPS on those of the sandbox's groups, and then of aether's own."""
+
+
+def config(spec: LaunchSpec, joins: int, homes: int, *, v2: bool) -> Config:
+    """All of it. `joins` and `homes`: how many descriptors there are of each kind of group."""
+    return Config(
+        version=VERSION,
+        sandbox_id=spec.sandbox_id,
+        root=ROOT,
+        listen=LISTEN,
+        cgroup_join=list(range(GROUPS, GROUPS + joins)),
+        cgroup_home=list(range(GROUPS + joins, GROUPS + joins + homes)),
+        cgroup_v2=v2,
+        oom_counter=OOM_COUNTER,
+        hostname=hostname(spec),
+        steps=steps(spec, DEV),
+        seccomp=seccomp_program(),
+        capabilities=CAPABILITIES,
+        rlimits=rlimits(spec),
+        env=environment(spec),
+        user=spec.spec.init_user or spec.image.user or "",
+        workdir=spec.spec.workdir or spec.image.workdir or "",
+        shell=spec.image.shell or SHELLS,
+        oom_score_adj=OOM_SCORE,
+        umask=0o022,
+        max_operations=1024,
+        loopback=True,
+    )

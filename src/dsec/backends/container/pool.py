@@ -1,5 +1,7 @@
 """Writable layers: a btrfs pool file of the edge's own, one subvolume with a limit per sandbox.
 
+A kernel without btrfs, or a host without mkfs.btrfs, gets plain directories with no limit, and is told so.
+
 <data>/pool.btrfs        sparse; what it holds is thrown away, so nothing in it is made durable
 <data>/pool/<sandbox>/   subvolume: upper/ and work/ of the overlay
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import shutil
 import subprocess
@@ -16,8 +19,19 @@ from typing import Final, Literal
 
 from dsec.core.errors import DiskFull, Unsupported
 from dsec.linux import btrfs, loop
-from dsec.linux.syscalls import MNT_DETACH, MS_NOATIME, MS_NODEV, MS_NOSUID, mount, umount2
+from dsec.linux.mounts import is_mount
+from dsec.linux.syscalls import (
+    MNT_DETACH,
+    MS_BIND,
+    MS_NOATIME,
+    MS_NODEV,
+    MS_NOSUID,
+    MS_REMOUNT,
+    mount,
+    umount2,
+)
 
+log = logging.getLogger(__name__)
 MIN_SIZE: Final = 256 << 20
 MAX_SIZE: Final = 1 << 44
 OPTIONS: Final = "nobarrier,nodatasum,commit=300,space_cache=v2,discard=async"
@@ -33,15 +47,33 @@ class Pool:
         self.where = data / "pool"
         self.limited_by: Limit = "none"
         self.fd = -1
+        self.why_not = ""
+
+    @property
+    def described(self) -> str:
+        if self.limited_by == "none":
+            return f"none: {self.why_not or 'plain directories, found as they were'}"
+        return f"btrfs pool, {self.limited_by} quota"
 
     def open(self) -> None:
         """Mount the pool, making it first if there is none. An earlier life's mount is taken over."""
         self.where.mkdir(mode=0o700, exist_ok=True)
-        if not os.path.ismount(self.where):
-            self._mount()
+        if not is_mount(self.where):
+            self._mount_or_not()
         self.where.chmod(0o700)
         self.fd = os.open(self.where, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self.limited_by = "simple" if btrfs.enable_quota(self.fd) == "simple" else "qgroups"
+        if btrfs.is_subvolume(self.fd):
+            self.limited_by = "simple" if btrfs.enable_quota(self.fd) == "simple" else "qgroups"
+
+    def _mount_or_not(self) -> None:
+        try:
+            self._mount()
+        except Unsupported as e:
+            self.why_not = e.message
+            log.warning("writable layers have no limit on disk: %s", e.message)
+            mount(str(self.where), self.where, "", MS_BIND)
+            # Flags of a bind mount are set by a second call alone.
+            mount("", self.where, "", MS_BIND | MS_REMOUNT | MS_NOSUID | MS_NODEV)
 
     def _mount(self) -> None:
         if not self.file.exists():
@@ -52,9 +84,7 @@ class Pool:
             mount(device, self.where, "btrfs", flags, OPTIONS)
         except OSError as e:
             if e.errno == errno.ENODEV:
-                raise Unsupported(
-                    "this kernel has no btrfs: writable disk cannot be limited (modprobe btrfs)"
-                ) from e
+                raise Unsupported("this kernel has no btrfs (modprobe btrfs)") from e
             # Damaged by a power cut, say: no record can name what was in it after a reboot.
             raise Unsupported(
                 f"{self.file} cannot be mounted ({e.strerror}): remove it and start again"
@@ -69,6 +99,9 @@ class Pool:
         beside = self.file.with_suffix(".new")
         with beside.open("wb") as f:
             f.truncate(min(MAX_SIZE, max(MIN_SIZE, free // 100 * 95)) & ~0xFFFFF)
+        if not shutil.which("mkfs.btrfs"):
+            beside.unlink()
+            raise Unsupported("there is no mkfs.btrfs (package btrfs-progs)")
         command = ["mkfs.btrfs", "-q", "-f", "-K", "-m", "single", "-d", "single", str(beside)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -82,7 +115,7 @@ class Pool:
             self.fd = -1
         if keep:
             return
-        if os.path.ismount(self.where):
+        if is_mount(self.where):
             umount2(self.where, MNT_DETACH)
         self.file.unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):
@@ -91,10 +124,14 @@ class Pool:
     def create(self, name: str, limit_bytes: int) -> int:
         """A descriptor of a fresh subvolume with upper/ and work/ in it, and room for `limit_bytes`."""
         try:
-            btrfs.subvolume_create(self.fd, name)
+            if self.limited_by == "none":
+                os.mkdir(name, 0o700, dir_fd=self.fd)
+            else:
+                btrfs.subvolume_create(self.fd, name)
             fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
             try:
-                btrfs.limit(fd, limit_bytes)
+                if self.limited_by != "none":
+                    btrfs.limit(fd, limit_bytes)
                 os.mkdir("upper", 0o755, dir_fd=fd)
                 os.mkdir("work", 0o700, dir_fd=fd)
             except BaseException:
@@ -111,7 +148,10 @@ class Pool:
     def destroy(self, name: str) -> None:
         """Idempotent."""
         with contextlib.suppress(FileNotFoundError):
-            btrfs.subvolume_destroy(self.fd, name)
+            if self.limited_by == "none":
+                shutil.rmtree(name, dir_fd=self.fd)
+            else:
+                btrfs.subvolume_destroy(self.fd, name)
 
     def names(self) -> set[str]:
         with os.scandir(self.where) as entries:
