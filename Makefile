@@ -15,7 +15,7 @@ demo: agent
 	@$(PY) demo/run.py
 
 # Everything that CI runs. Kernel tests need root.
-test: lint agent
+test: agent
 	@scripts/test
 
 # Unit tests alone: no root, seconds.
