@@ -69,9 +69,11 @@ async def test_disk_limit(container: Rig) -> None:
 
 async def test_disk_limit_counts_what_is_used(container: Rig) -> None:
     handle, inside = await container.inside(disk_limit_mb=64)
-    await inside.text("dd if=/dev/urandom of=/tmp/some bs=1048576 count=8 2>/dev/null; sync /tmp/some; true")
+    await inside.text("dd if=/dev/urandom of=/tmp/some bs=1048576 count=8 2>/dev/null")
+    os.sync()  # inside it would do nothing: the writable layer is volatile
     stats = await container.backend.stats(handle)
-    assert stats.disk_bytes is None or 0 <= stats.disk_bytes <= 64 << 20
+    print(stats)
+    assert stats.disk_bytes is None or 8 << 20 <= stats.disk_bytes <= 16 << 20
     inside.close()
 
 

@@ -6,7 +6,6 @@ import json
 import math
 
 import pytest
-
 from bench.measures import MODULES
 from bench.report import AIMS, NO_NOTES, notes_of, number, page
 from bench.result import Result, percentile, ratio, rounded

@@ -219,7 +219,7 @@ def test_late_ack_of_a_forgotten_channel_is_none(tmp_path: Path) -> None:
         ack = frame(1, T.ACK, bytes(8))
         event = message(0, T.EVENT, w.Event("oom_kill", "x", "", 1))
         await asyncio.get_running_loop().sock_sendall(far, STARTED + RESULT + ack + event)
-        while not owner.events:  # noqa: ASYNC110
+        while not owner.events:
             await asyncio.sleep(0)
         assert owner.ended is None and op.state == "ended"
         connection.close()

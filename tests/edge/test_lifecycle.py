@@ -125,7 +125,7 @@ async def test_cancellation_undoes_the_creation(node: Node) -> None:
     node.backend.knobs.launch_gate = asyncio.Event()
     one = new_sandbox_id("e1")
     creating = [asyncio.ensure_future(node.create(one)) for _ in range(2)]
-    while node.backend.launches == 0:  # noqa: ASYNC110
+    while node.backend.launches == 0:
         await asyncio.sleep(0)
     creating[0].cancel()
     await asyncio.wait([creating[0]])
@@ -149,7 +149,7 @@ async def test_stop_while_creating(node: Node) -> None:
     node.backend.knobs.launch_gate = asyncio.Event()
     one = new_sandbox_id("e1")
     creating = asyncio.ensure_future(node.create(one))
-    while node.backend.launches == 0:  # noqa: ASYNC110
+    while node.backend.launches == 0:
         await asyncio.sleep(0)
     assert (await node.stop_sandbox(one)).state == "stopped"
     with pytest.raises(Cancelled):

@@ -35,7 +35,7 @@ async def again(node: Node) -> None:
 
 async def forgotten(node: Node, sandbox_id: str, op_id: str) -> None:
     """Until aether does not know the operation any more."""
-    while op_id in node.backend.host.sandboxes[sandbox_id].aether.operations:  # noqa: ASYNC110
+    while op_id in node.backend.host.sandboxes[sandbox_id].aether.operations:
         await asyncio.sleep(0)
 
 
@@ -141,7 +141,7 @@ async def test_half_made_and_half_stopped(node: Node) -> None:
     node.backend.knobs.launch_gate = gate = asyncio.Event()
     half = new_sandbox_id("e1")
     creating = asyncio.ensure_future(node.create(half))
-    while node.backend.launches == 0:  # noqa: ASYNC110
+    while node.backend.launches == 0:
         await asyncio.sleep(0)
     node.backend.knobs.launch_gate = None
     other = await node.create()
@@ -214,7 +214,7 @@ async def test_a_sandbox_that_cannot_be_reached_at_once_is_not_given_up(node: No
         await node.operation(info.id, "s")
     node.backend.knobs.connect_fails = False
     sandbox = node.edge.sandboxes[info.id]
-    while sandbox.unmatched:  # noqa: ASYNC110
+    while sandbox.unmatched:
         await asyncio.sleep(0.001)
     assert (await node.operation(info.id, "s")).state == "running"
 
@@ -267,6 +267,6 @@ async def test_connection_lost_between_hello_and_list(node: Node, monkeypatch: p
     times = 0
     await node.start()
     sandbox = node.edge.sandboxes[info.id]
-    while sandbox.unmatched:  # noqa: ASYNC110
+    while sandbox.unmatched:
         await asyncio.sleep(0.001)
     assert (await node.operation(info.id, "s")).state == "running"
