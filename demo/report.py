@@ -114,7 +114,8 @@ def _figures(console: Console, data: dict[str, Any], measures: Measures) -> None
     for name, text in (
         (
             "created",
-            f"{len(measures.create_ms)} in {measures.create_seconds:.2f} s: {data['create_rate_per_s']:.0f} a second",
+            f"{len(measures.create_ms)} in {measures.create_seconds:.2f} s: "
+            f"{data['create_rate_per_s']:.0f} a second",
         ),
         (
             "creation",

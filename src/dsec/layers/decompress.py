@@ -20,10 +20,9 @@ from dsec.layers.mkfs import with_us
 def plain(path: Path) -> Iterator[IO[bytes]]:
     """The decompressed content of a file. Raises Unsupported when zstd is needed and missing."""
     with path.open("rb") as raw:
-        magic = raw.read(6)
-        raw.seek(0)
+        magic = raw.peek(6)[:6]
         if magic.startswith(b"\x28\xb5\x2f\xfd"):
-            with _zstd(raw, path) as f:
+            with _zstd(path) as f:
                 yield f
         elif magic.startswith(b"\x1f\x8b"):
             with gzip.GzipFile(fileobj=raw) as z:
@@ -39,12 +38,13 @@ def plain(path: Path) -> Iterator[IO[bytes]]:
 
 
 @contextlib.contextmanager
-def _zstd(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
+def _zstd(path: Path) -> Iterator[IO[bytes]]:
     if shutil.which("zstd") is None:
         raise Unsupported(f"{path} is compressed with zstd, which is not installed: apt-get install zstd")
-    child = subprocess.Popen(
-        with_us(["zstd", "-dcq"]), stdin=raw, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    with path.open("rb") as raw:
+        child = subprocess.Popen(
+            with_us(["zstd", "-dcq"]), stdin=raw, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
     assert child.stdout and child.stderr
     try:
         with child.stdout, child.stderr:

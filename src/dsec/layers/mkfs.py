@@ -30,9 +30,7 @@ class Mkfs(msgspec.Struct, frozen=True, kw_only=True):
 
     def arguments(self, survey: Survey, compress: str) -> list[str]:
         """For an image that depends on the tree alone. Raises Unsupported for a compressor that it lacks."""
-        # The order counts: -T alone would give its time to every file.
-        arguments = ["-T0", "--mkfs-time" if "--mkfs-time" in self.options else "--preserve-mtime"]
-        arguments += ["-U", survey.uuid, "--quiet"]
+        arguments = ["-U", survey.uuid, "--quiet"]
         if not compress and survey.holes >= HOLES_WORTH_COMPRESSING and "lz4" in self.compressors:
             compress = "lz4"
         if compress:
@@ -75,10 +73,26 @@ def _said(program: str, option: str) -> str:
 
 def pack(mkfs: Mkfs, tree: Path, image: Path, survey: Survey, *, compress: str, lock_fd: int) -> None:
     """Writes the image. Raises DiskFull, InvalidArgument or Internal with what mkfs.erofs said."""
+    if survey.longest and not _packs_long_names(mkfs, image.parent, lock_fd):
+        raise Unsupported(
+            f"{survey.longest!r}: {mkfs.program} {mkfs.version} cuts names of 255 bytes: shorten it, or "
+            "install a newer erofs-utils"
+        )
     argv = [mkfs.program, *mkfs.arguments(survey, compress), os.fspath(image), os.fspath(tree)]
-    done = run_child(argv, lock_fd=lock_fd)
+    # The time of the build, which -T would give to every file too. Later times would become this one.
+    epoch = {"SOURCE_DATE_EPOCH": str(survey.newest)}
+    done = run_child(argv, lock_fd=lock_fd, env={**os.environ, **epoch})
     if done.returncode:
         raise failure(f"packing {tree} with {mkfs.program}", done)
+
+
+def _packs_long_names(mkfs: Mkfs, scratch: Path, lock_fd: int) -> bool:
+    """1.5 does not, and would make one file of two that differ in the last byte alone."""
+    trial = scratch / "trial"
+    trial.mkdir()
+    (trial / ("n" * 255)).touch()
+    done = run_child([mkfs.program, os.fspath(scratch / "trial.image"), os.fspath(trial)], lock_fd=lock_fd)
+    return done.returncode == 0
 
 
 def run_child(

@@ -27,6 +27,7 @@ MAX_FILE: Final = 1 << 44
 MAX_HEADER: Final = 1 << 20
 MAX_TRAILER: Final = 64 << 20
 MAX_PATH: Final = 3072
+MAX_LINK: Final = 4095
 _MAX_TIME: Final = 1 << 33
 _XATTR: Final = "SCHILY.xattr."
 _CHUNK: Final = 1 << 20
@@ -79,9 +80,8 @@ def unpack(
     InvalidArgument with the name of the entry that is at fault.
     """
     name = ""
-    unpacker = _Unpacker(root, whiteouts)
     try:
-        with plain(archive) as stream, contextlib.closing(unpacker):
+        with plain(archive) as stream, contextlib.closing(_Unpacker(root, whiteouts)) as unpacker:
             with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Strict, errorlevel=2) as tar:
                 for count, info in enumerate(_members(tar)):
                     name = info.name
@@ -178,7 +178,7 @@ class _Unpacker:
             self._write(tar, info, name, parent)
             kind = stat.S_IFREG
         elif info.type == tarfile.SYMTYPE:
-            _check_text(info.linkname)
+            _check_text(info.linkname, MAX_LINK)
             os.symlink(info.linkname, name, dir_fd=parent)
             kind = stat.S_IFLNK
         elif info.type in _NODES:
@@ -349,11 +349,11 @@ def _parts(name: str) -> tuple[str, ...]:
     return parts
 
 
-def _check_text(text: str) -> None:
+def _check_text(text: str, limit: int = MAX_PATH) -> None:
     if not text or "\0" in text:
         raise BadEntry("an empty name, or one with a NUL")
-    if len(os.fsencode(text)) > MAX_PATH:
-        raise BadEntry(f"a path of more than {MAX_PATH} bytes")
+    if len(os.fsencode(text)) > limit:
+        raise BadEntry(f"a path of more than {limit} bytes")
 
 
 def _mtime(info: tarfile.TarInfo) -> int:
@@ -380,13 +380,13 @@ def _runs(info: tarfile.TarInfo) -> list[tuple[int, int]]:
         raise BadEntry(f"a size of {info.size} bytes")
     if info.sparse is None:
         return [(0, info.size)]
-    runs = cast("list[tuple[int, int]]", info.sparse)
+    runs = [run for run in cast("list[tuple[int, int]]", info.sparse) if run[1]]
     end = 0
     for offset, size in runs:
         if offset < end or size < 0 or offset + size > info.size:
             raise BadEntry("a map of holes that is out of order or beyond its end")
         end = offset + size
-    return list(runs)
+    return runs
 
 
 def _copy(source: IO[bytes], out: IO[bytes], size: int) -> None:

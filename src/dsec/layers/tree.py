@@ -15,6 +15,7 @@ import msgspec
 from dsec.core.errors import InvalidArgument
 
 MAX_ENTRIES: Final = 20_000_000
+NAME_MAX: Final = 255
 # Layers are mounted with redirect_dir=nofollow and metacopy=off: these would be lost or misread.
 _REFUSED_XATTRS: Final = frozenset({"trusted.overlay.redirect", "trusted.overlay.metacopy"})
 
@@ -25,6 +26,10 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the files as they read."""
     holes: int
     """Of which lie in holes."""
+    newest: int = 0
+    """Modification time of the newest entry, rounded up to a second."""
+    longest: str = ""
+    """Path of an entry whose name has all the 255 bytes that a name may have."""
     uuid: str
     """Follows from names, modes, owners, sizes and times: stable, and distinct within a stack of layers."""
 
@@ -34,6 +39,7 @@ def survey(root: Path) -> Survey:
     device = root.stat().st_dev
     digest = hashlib.sha256()
     entries = apparent = holes = 0
+    newest, longest = _ceil_seconds(root.lstat()), ""
     pending = [os.fspath(root)]
     while pending:
         directory = pending.pop()
@@ -47,7 +53,10 @@ def survey(root: Path) -> Survey:
                     path, root, "another filesystem is mounted there: unmount it, or build from a copy"
                 )
             _check_xattrs(path, root)
+            newest = max(newest, _ceil_seconds(st))
             entries += 1
+            if len(os.fsencode(os.path.basename(path))) == NAME_MAX:
+                longest = path
             if entries > MAX_ENTRIES:
                 raise InvalidArgument(f"{root}: more than {MAX_ENTRIES} entries")
             if stat.S_ISDIR(st.st_mode):
@@ -64,8 +73,14 @@ def survey(root: Path) -> Survey:
         entries=entries,
         apparent=apparent,
         holes=holes,
+        newest=newest,
+        longest=longest,
         uuid=str(uuid.UUID(bytes=digest.digest()[:16], version=4)),
     )
+
+
+def _ceil_seconds(st: os.stat_result) -> int:
+    return max(0, -(-st.st_mtime_ns // 10**9))
 
 
 def _size(st: os.stat_result) -> int:
