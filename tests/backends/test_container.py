@@ -72,7 +72,6 @@ async def test_disk_limit_counts_what_is_used(container: Rig) -> None:
     await inside.text("dd if=/dev/urandom of=/tmp/some bs=1048576 count=8 2>/dev/null")
     os.sync()  # inside it would do nothing: the writable layer is volatile
     stats = await container.backend.stats(handle)
-    print(stats)
     assert stats.disk_bytes is None or 8 << 20 <= stats.disk_bytes <= 16 << 20
     inside.close()
 

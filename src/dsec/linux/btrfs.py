@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import os
+import uuid
+from pathlib import Path
 from typing import Final
 
 from dsec.linux.syscalls import ioctl
 
 BTRFS_IOC_SUBVOL_CREATE: Final = 0x5000940E
 BTRFS_IOC_SNAP_DESTROY: Final = 0x5000940F
+BTRFS_IOC_INO_LOOKUP: Final = 0xD0009412
+BTRFS_IOC_FS_INFO: Final = 0x8400941F
+FIRST_FREE_OBJECTID: Final = 256
 BTRFS_IOC_QUOTA_CTL: Final = 0xC0109428
 BTRFS_IOC_QGROUP_LIMIT: Final = 0x8030942B
 BTRFS_QUOTA_CTL_ENABLE: Final = 1
@@ -72,4 +77,22 @@ def limit(subvolume_fd: int, limit_bytes: int) -> None:
 
 
 def is_subvolume(fd: int) -> bool:
-    return os.fstat(fd).st_ino == 256
+    return os.fstat(fd).st_ino == FIRST_FREE_OBJECTID
+
+
+def filesystem_id(fd: int) -> str:
+    args = ctypes.create_string_buffer(1024)
+    ioctl(fd, BTRFS_IOC_FS_INFO, args, "file system info")
+    return str(uuid.UUID(bytes=args.raw[16:32]))
+
+
+def usage(subvolume_fd: int, fsid: str) -> int | None:
+    """Bytes that count against the subvolume's limit: what has been allocated, so not what is still dirty."""
+    args = ctypes.create_string_buffer(4096)
+    ctypes.c_uint64.from_buffer(args, 8).value = FIRST_FREE_OBJECTID
+    ioctl(subvolume_fd, BTRFS_IOC_INO_LOOKUP, args, "subvolume id")
+    number = ctypes.c_uint64.from_buffer(args, 0).value
+    try:
+        return int(Path(f"/sys/fs/btrfs/{fsid}/qgroups/0_{number}/referenced").read_text())
+    except (OSError, ValueError):
+        return None

@@ -462,12 +462,16 @@ class ContainerBackend:
             raise problem
 
     async def stats(self, handle: Handle) -> Stats:
-        usage = await self._in_thread(lambda: self.cgroups.usage(handle.sandbox_id))
+        return await self._in_thread(lambda: self._stats(handle.sandbox_id))
+
+    def _stats(self, sandbox_id: str) -> Stats:
+        usage = self.cgroups.usage(sandbox_id)
         return Stats(
             memory_bytes=usage.memory_bytes,
             memory_peak_bytes=usage.memory_peak_bytes,
             cpu_us=usage.cpu_us,
             pids=usage.pids,
+            disk_bytes=self.pool.usage(sandbox_id),
             oom_kills=usage.oom_kills,
         )
 

@@ -48,6 +48,7 @@ class Pool:
         self.limited_by: Limit = "none"
         self.fd = -1
         self.why_not = ""
+        self._fsid = ""
 
     @property
     def described(self) -> str:
@@ -64,6 +65,7 @@ class Pool:
         self.fd = os.open(self.where, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         if btrfs.is_subvolume(self.fd):
             self.limited_by = "simple" if btrfs.enable_quota(self.fd) == "simple" else "qgroups"
+            self._fsid = btrfs.filesystem_id(self.fd)
 
     def _mount_or_not(self) -> None:
         try:
@@ -152,6 +154,19 @@ class Pool:
                 shutil.rmtree(name, dir_fd=self.fd)
             else:
                 btrfs.subvolume_destroy(self.fd, name)
+
+    def usage(self, name: str) -> int | None:
+        """Bytes; None where nothing counts them."""
+        if self.limited_by == "none":
+            return None
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
+        except FileNotFoundError:
+            return None
+        try:
+            return btrfs.usage(fd, self._fsid)
+        finally:
+            os.close(fd)
 
     def names(self) -> set[str]:
         with os.scandir(self.where) as entries:
