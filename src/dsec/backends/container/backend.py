@@ -236,6 +236,8 @@ class ContainerBackend:
                     pid, pidfd = launcher.spawn(owner_of(spec.slot), theirs)
                 failed.callback(os.close, pidfd)
                 failed.callback(end, pidfd, END_LIMIT_S)
+                # Now, while it waits for its CONFIG: it may be gone and reaped at any time after.
+                handle = self._handle(spec.sandbox_id, spec.slot, pid)
                 lap("clone")
                 userns = self._map_ids(pid, spec.slot)
                 stack.callback(os.close, userns)
@@ -245,7 +247,6 @@ class ContainerBackend:
                 lap("overlay")
                 self._configure(spec, ours, root, userns, group)
                 lap("configure")
-                handle = self._handle(spec.sandbox_id, spec.slot, pid)
                 await_hello(ours)
                 lap("enter")
                 failed.pop_all()
@@ -328,7 +329,8 @@ class ContainerBackend:
                 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
                 control.settimeout(READY_LIMIT_S)
                 sent = control.sendmsg([frame], rights)
-                control.sendall(frame[sent:])
+                if sent < len(frame):
+                    control.sendall(frame[sent:])
             finally:
                 os.close(dev)
 
