@@ -20,8 +20,8 @@ class Measures:
     create_ms: list[float] = field(default_factory=list)
     """Of each creation, as the server saw it."""
     rollout_seconds: float = 0.0
-    host_bytes: int = 0
-    """By which the host's available memory shrank as all sandboxes stood idle."""
+    idle_bytes: list[int] = field(default_factory=list)
+    """Of each idle sandbox, as its control group counts it."""
     server_bytes: int = 0
     failures: list[str] = field(default_factory=list)
     """Creations that failed."""
@@ -63,7 +63,7 @@ def as_json(rollouts: list[Rollout], measures: Measures) -> dict[str, Any]:
         "rollouts_per_min": 60 * len(rollouts) / measures.rollout_seconds
         if measures.rollout_seconds
         else None,
-        "host_memory_bytes_per_sandbox": measures.host_bytes / measures.count,
+        "idle_memory_bytes": sum(measures.idle_bytes) / max(len(measures.idle_bytes), 1),
         "server_memory_bytes": measures.server_bytes,
         "peak_memory_bytes": max((r.memory_peak or 0 for r in rollouts), default=0),
         "unexpected": unexpected(rollouts, measures),
@@ -131,7 +131,7 @@ def _figures(console: Console, data: dict[str, Any], measures: Measures) -> None
         ),
         (
             "memory",
-            f"{data['host_memory_bytes_per_sandbox'] / mib:.2f} MiB of the host for an idle sandbox; "
+            f"an idle sandbox {data['idle_memory_bytes'] / mib:.2f} MiB; "
             f"server {data['server_memory_bytes'] / mib:.0f} MiB; "
             f"most that a sandbox used {data['peak_memory_bytes'] / mib:.0f} MiB",
         ),

@@ -11,7 +11,7 @@ from tasks import Task
 
 from dsec.client import CommandResult, DSecError, Sandbox
 
-AGENT_LIMIT_S = 60
+AGENT_LIMIT_S = 45
 GRADE_LIMIT_S = 120
 OUTPUT_LIMIT = 1 << 20
 MEMORY_MB = 256

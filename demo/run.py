@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, os.fspath(Path(__file__).parent))
 
-from prepare import Layers, Say, Store, make_base, make_toolkit, make_workspaces
+from prepare import Layers, Say, Store, make_base, make_toolkit, make_workspaces, suite
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -31,7 +31,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 from rollout import MEMORY_MB, Rollout, rollout
-from tasks import TASKS, Task
+from tasks import Task
 
 from dsec.client import DSecClient, DSecContainerRunArgs, DSecError, Sandbox
 from report import Measures, as_json, show, unexpected
@@ -49,6 +49,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=200, help="rollouts")
     parser.add_argument("--work", type=Path, default=Path(__file__).parents[1] / ".demo")
     parser.add_argument("--parallel", type=int, default=4 * (os.cpu_count() or 1), help="agents at a time")
+    parser.add_argument("--suite", default=suite(), help="of the base layer")
     options = parser.parse_args()
     if options.count < 1 or options.parallel < 1:
         parser.error("--count and --parallel begin at 1")
@@ -57,13 +58,13 @@ def main() -> int:
     work: Path = options.work.resolve()
     work.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
-        return demo(work, options.count, options.parallel)
+        return demo(work, options.count, options.parallel, options.suite)
     except KeyboardInterrupt:
         console.print("interrupted; the server was stopped")
         return 130
 
 
-def demo(work: Path, count: int, parallel: int) -> int:
+def demo(work: Path, count: int, parallel: int, suite: str) -> int:
     begin = time.monotonic()
 
     def say(text: str) -> None:
@@ -71,7 +72,7 @@ def demo(work: Path, count: int, parallel: int) -> int:
 
     data = work / "data"
     store = Store(data)
-    base = make_base(store, say)
+    base = make_base(store, suite, say)
     toolkit = make_toolkit(store, work, say)
     measures = Measures(count)
     server = Server(data)
@@ -123,7 +124,7 @@ def arguments(layers: Layers, task: Task) -> DSecContainerRunArgs:
 
 async def warm(client: DSecClient, layers: Layers) -> None:
     """Each stack once, so that the burst measures sandboxes and not the first mount of a layer."""
-    for task in TASKS:
+    for task in layers.tasks:
         async with await client.run_container(arguments(layers, task)):
             pass
 
@@ -153,10 +154,10 @@ async def create(
     """All sandboxes, asked for at once."""
     bar = progress.add_task("sandboxes", total=measures.count, note="")
     made: Made = []
-    free, begin = available(), time.monotonic()
+    begin = time.monotonic()
 
     async def some(index: int, task: Task) -> None:
-        numbers = range(index, measures.count, len(TASKS))
+        numbers = range(index, measures.count, len(layers.tasks))
         if not numbers:
             return
         found = client.run_many(
@@ -172,9 +173,10 @@ async def create(
             progress.update(bar, completed=len(made), note=f"{len(made) / measures.create_seconds:.0f}/s")
 
     async with asyncio.TaskGroup() as group:
-        for index, task in enumerate(TASKS):
+        for index, task in enumerate(layers.tasks):
             group.create_task(some(index, task))
-    measures.host_bytes = free - available()
+    for sandbox, _, _ in made[::10]:
+        measures.idle_bytes.append((await sandbox.stats()).memory_bytes or 0)
     return sorted(made, key=lambda m: m[2])
 
 
@@ -203,12 +205,6 @@ async def stopped(sandbox: Sandbox) -> None:
         await sandbox.stop()
     except DSecError as e:
         console.print(f"[red]stopping {sandbox.id}: {e.code}: {escape(e.message)}[/]")
-
-
-def available() -> int:
-    """Bytes of memory that this host could still give."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith("MemAvailable"))) * 1024
 
 
 if __name__ == "__main__":

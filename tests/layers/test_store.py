@@ -38,6 +38,7 @@ def test_resolve(store, builder, source):
     assert [Path(layer.path) for layer in stack.layers] == [store.file(base.digest), store.file(above.digest)]
     assert stack.config == ImageConfig(env={"A": "1"}, shell=["/bin/sh"], workdir="/srv")
     assert store.resolve(base.digest, [f"sha256:{above.digest}"]).layers == stack.layers
+    assert store.resolve(base.digest[:12], []).layers == stack.layers[:1]
     assert store.resolve("base", ["work:1"]) is stack
 
 
@@ -101,6 +102,12 @@ def test_removing_a_digest_takes_its_names(store, builder, source):
     layer = builder.from_directory(source, workspace("w:1"))
     store.tag("w:1", "w:2")
     assert store.remove(layer.digest) == ["w:1", "w:2", layer.digest]
+    assert empty(store)
+
+
+def test_removing_by_a_prefix_is_removing_the_digest(store, builder, source):
+    layer = builder.from_directory(source, workspace("w"))
+    assert store.remove(layer.digest[:12]) == ["w:latest", layer.digest]
     assert empty(store)
 
 

@@ -149,13 +149,7 @@ def build(
         raise click.UsageError("name a directory or archive, or --mmdebstrap SUITE")
     if include and not suite:
         raise click.UsageError("--include goes with --mmdebstrap")
-    kind = options["kind"]
-    if (
-        suite
-        and click.get_current_context().get_parameter_source("kind")
-        is not click.core.ParameterSource.COMMANDLINE
-    ):
-        kind = "base"
+    kind = options["kind"] or ("base" if suite else "workspace")
     wanted = Wanted(
         name=name,
         kind=kind,

@@ -90,6 +90,11 @@ class Catalogue:
         rows = self._read("SELECT record FROM layers WHERE digest = ?", digest)
         return _decode(rows[0]) if rows else None
 
+    def by_prefix(self, prefix: str) -> Layer | None:
+        """The only layer whose digest begins so."""
+        rows = self._read("SELECT record FROM layers WHERE digest GLOB ? LIMIT 2", f"{prefix}*")
+        return _decode(rows[0]) if len(rows) == 1 else None
+
     def names_of(self, digest: str) -> builtins.list[Layer]:
         return [
             _decode(r) for r in self._read("SELECT record FROM names WHERE digest = ? ORDER BY name", digest)

@@ -10,6 +10,8 @@ from dsec.core.specs import LAYER_REF
 
 DEFAULT_TAG: Final = "latest"
 DIGEST: Final = re.compile(r"^(?:sha256:)?([0-9a-f]{64})$")
+PREFIX: Final = re.compile(r"^[0-9a-f]{12,63}$")
+"""Enough of a digest, as `dsec layer ls` shows it."""
 _TAG: Final = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9._+-]{0,127}$")
 
 

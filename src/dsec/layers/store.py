@@ -29,7 +29,7 @@ from dsec.core.errors import DiskFull, LayerCorrupt, PermissionDenied, UnknownLa
 from dsec.core.images import LayerRef
 from dsec.layers.catalogue import Catalogue
 from dsec.layers.model import Layer, ResolvedStack, merge
-from dsec.layers.reference import canonical, digest_of
+from dsec.layers.reference import PREFIX, canonical, digest_of
 from dsec.layers.staging import flocked, staging, sweep
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class LayerStore:
         return cached
 
     def find(self, reference: str) -> Layer:
-        """The layer of a name or digest. Raises UnknownLayer."""
+        """The layer of a name, a digest, or the first 12 and more figures of one. Raises UnknownLayer."""
         digest = digest_of(reference)
         if digest:
             layer = self._catalogue.by_digest(digest)
@@ -107,6 +107,8 @@ class LayerStore:
         else:
             wanted = canonical(reference)
             layer = self._catalogue.by_name(wanted)
+            if layer is None and PREFIX.match(reference):
+                layer = self._catalogue.by_prefix(reference)
         if layer is None:
             near = [] if digest else self._catalogue.near(wanted)
             hint = f"; near it: {', '.join(near)}" if near else ""
@@ -188,8 +190,8 @@ class LayerStore:
         """
         with self._exclusive():
             layer = self.find(reference)
-            if digest_of(reference) is None:
-                name = canonical(reference)
+            if layer.name:
+                name = layer.name
                 self._catalogue.remove_name(name)
                 if self._catalogue.names_of(layer.digest):
                     return [name]
