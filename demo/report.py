@@ -20,8 +20,8 @@ class Measures:
     create_ms: list[float] = field(default_factory=list)
     """Of each creation, as the server saw it."""
     rollout_seconds: float = 0.0
-    idle_bytes: list[int] = field(default_factory=list)
-    """Of each idle sandbox, as its control group counts it."""
+    host_bytes: int = 0
+    """By which the host's available memory shrank while all sandboxes were made."""
     server_bytes: int = 0
     failures: list[str] = field(default_factory=list)
     """Creations that failed."""
@@ -46,6 +46,7 @@ def unexpected(rollouts: list[Rollout], measures: Measures) -> list[str]:
 
 
 def as_json(rollouts: list[Rollout], measures: Measures) -> dict[str, Any]:
+    peaks = [float(r.memory_peak) for r in rollouts if r.memory_peak is not None]
     execs = [s * 1e3 for r in rollouts for s in r.execs]
     return {
         "rollouts": len(rollouts),
@@ -63,9 +64,9 @@ def as_json(rollouts: list[Rollout], measures: Measures) -> dict[str, Any]:
         "rollouts_per_min": 60 * len(rollouts) / measures.rollout_seconds
         if measures.rollout_seconds
         else None,
-        "idle_memory_bytes": sum(measures.idle_bytes) / max(len(measures.idle_bytes), 1),
+        "host_memory_bytes_per_idle_sandbox": measures.host_bytes / max(len(measures.create_ms), 1),
         "server_memory_bytes": measures.server_bytes,
-        "peak_memory_bytes": max((r.memory_peak or 0 for r in rollouts), default=0),
+        "peak_memory_bytes": {"p50": percentile(peaks, 0.5), "max": max(peaks, default=0)},
         "unexpected": unexpected(rollouts, measures),
         "each": [
             {
@@ -131,9 +132,10 @@ def _figures(console: Console, data: dict[str, Any], measures: Measures) -> None
         ),
         (
             "memory",
-            f"an idle sandbox {data['idle_memory_bytes'] / mib:.2f} MiB; "
-            f"server {data['server_memory_bytes'] / mib:.0f} MiB; "
-            f"most that a sandbox used {data['peak_memory_bytes'] / mib:.0f} MiB",
+            f"{data['host_memory_bytes_per_idle_sandbox'] / mib:.2f} MiB of the host for an idle sandbox; "
+            f"a rollout p50 {data['peak_memory_bytes']['p50'] / mib:.0f} MiB, "
+            f"most {data['peak_memory_bytes']['max'] / mib:.0f} MiB; "
+            f"server {data['server_memory_bytes'] / mib:.0f} MiB",
         ),
     ):
         table.add_row(f"[bold]{name}[/]", text)

@@ -19,7 +19,7 @@ from dsec.cli.up import DEFAULT_DATA
 from dsec.core.errors import InvalidArgument, LayerCorrupt
 from dsec.core.images import ImageConfig
 from dsec.layers.build import Builder, Progress, Wanted
-from dsec.layers.model import KINDS, Layer
+from dsec.layers.model import KINDS, Kind, Layer
 from dsec.layers.store import LayerStore
 
 STAGES = {
@@ -149,7 +149,7 @@ def build(
         raise click.UsageError("name a directory or archive, or --mmdebstrap SUITE")
     if include and not suite:
         raise click.UsageError("--include goes with --mmdebstrap")
-    kind = options["kind"] or ("base" if suite else "workspace")
+    kind: Kind = options["kind"] or ("base" if suite else "workspace")
     wanted = Wanted(
         name=name,
         kind=kind,

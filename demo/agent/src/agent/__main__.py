@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("tests", nargs="+", help="Those that fail.")
     parser.add_argument("--package", type=Path, required=True, help="Directory or file of the source.")
     parser.add_argument("--issue", default="", help="What was reported.")
-    parser.add_argument("--budget", type=int, default=8, help="Edits to try.")
+    parser.add_argument("--budget", type=int, default=12, help="Edits to try.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--temper", choices=["careful", *WRONG], default="careful")
     options = parser.parse_args()
