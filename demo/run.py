@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -55,6 +56,7 @@ def main() -> int:
         parser.error("--count and --parallel begin at 1")
     if os.geteuid() != 0:
         raise SystemExit("the demo needs root: it makes namespaces, mounts and control groups")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     work: Path = options.work.resolve()
     work.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:

@@ -34,7 +34,19 @@ class Server:
         ready = self.data.parent / "ready"
         ready.unlink(missing_ok=True)
         self.data.mkdir(parents=True, exist_ok=True, mode=0o700)
-        argv = [sys.executable, "-m", "dsec.cli.main", "up", "--data", os.fspath(self.data)]
+        # It ends in order even when we do not.
+        argv = [
+            "setpriv",
+            "--pdeathsig",
+            "TERM",
+            "--",
+            sys.executable,
+            "-m",
+            "dsec.cli.main",
+            "up",
+            "--data",
+            os.fspath(self.data),
+        ]
         argv += ["--listen", "127.0.0.1:0", "--ready-file", os.fspath(ready)]
         argv += ["--token-file", os.fspath(self.data / "first-token")]
         with self.log.open("w") as log:

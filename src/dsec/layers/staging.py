@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,7 +60,10 @@ def _claim(parent: Path) -> tuple[Path, int]:
 def remove(path: Path) -> None:
     """The tree, whatever it holds. What cannot be removed is logged, and swept later."""
     failures: list[str] = []
-    shutil.rmtree(path, onerror=lambda _f, p, e: failures.append(f"{p}: {e[1]}"))
+    if sys.version_info >= (3, 12):
+        shutil.rmtree(path, onexc=lambda _, p, e: failures.append(f"{p}: {e}"))
+    else:
+        shutil.rmtree(path, onerror=lambda _, p, e: failures.append(f"{p}: {e[1]}"))
     if failures and path.exists():
         log.warning("%s could not be removed, and will be tried again: %s", path, "; ".join(failures[:3]))
 
