@@ -30,6 +30,11 @@ INSERT INTO layers VALUES (?1, ?2, ?3) ON CONFLICT (digest) DO UPDATE SET size =
 _PUT_NAME: Final = """
 INSERT INTO names VALUES (?1, ?2, ?3) ON CONFLICT (name) DO UPDATE SET digest = ?2, record = ?3
 """
+# So many that a small catalogue is looked through whole, so few that a large one costs no more.
+_NEIGHBOURS: Final = """
+SELECT record FROM (SELECT name, record FROM names WHERE name < ?1 ORDER BY name DESC LIMIT 300)
+UNION ALL SELECT record FROM (SELECT name, record FROM names WHERE name >= ?1 ORDER BY name LIMIT 300)
+"""
 Statement = tuple[str, tuple[str | int | bytes, ...]]
 _encode = msgspec.json.Encoder(order="sorted").encode
 _decode = msgspec.json.Decoder(Layer).decode
@@ -116,8 +121,8 @@ class Catalogue:
             raise typed(e, f"reading {self._path}") from e
 
     def near(self, name: str, count: int = 3) -> builtins.list[str]:
-        """Names that a misspelt one may have meant."""
-        known = [row.name for row in self.list() if row.name]
+        """Names that a misspelt one may have meant, out of its neighbours in the alphabet."""
+        known = [_decode(row).name for row in self._read(_NEIGHBOURS, name)]
         stem = name.rpartition("/")[2].partition(":")[0]
         alike = difflib.get_close_matches(name, known, n=count, cutoff=0.6)
         return (alike + [k for k in known if stem in k and k not in alike])[:count]
