@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-CPU_LIMIT_S = 3
+CPU_LIMIT_S = 2
 WALL_LIMIT_S = 30
 """Of one run: an edit may well make an endless loop, or wait for ever."""
 
