@@ -14,7 +14,8 @@ from bench.server import Target
 from dsec.client import DSecClient
 
 SETTLE_S = 30
-WARM = 100
+WARM = 600
+"""More than the files that the server keeps open for a while."""
 
 
 def measure(options: Options) -> Result:
