@@ -78,9 +78,9 @@ def test_limit_that_fails_ends_and_leaves_nothing(layers, tmp_path):
 
 
 @pytest.mark.kernel
-def test_limit_whose_sandboxes_fail_ends_and_leaves_nothing(cache, layers, monkeypatch):
+def test_limit_whose_sandboxes_fail_ends_and_leaves_nothing(layers, tmp_path, monkeypatch):
     """A root with no /proc to mount on: PID 1 fails inside."""
-    before = groups(), loops()
+    before = groups()
     monkeypatch.setattr(tools, "erofs_layers", lambda: layers[1:])
     with pytest.raises(tools.Unavailable, match="mount"):
         tools.limit(5, 2)
