@@ -21,31 +21,17 @@ static const char *failed(const char *what, const char *target)
 }
 
 /* Joins the sandbox's groups for the moment in which the cgroup namespace is made, so that its root is the
- * sandbox's own group. A write of 0 moves this single thread. */
+ * sandbox's own group. A write of 0 moves this single thread; what the file's opener may do counts, not what we may. */
 static const char *cgroup_namespace(const struct config *c)
 {
-    if (!c->cgroup_v2) {
-        for (uint32_t i = 0; i < c->joins; i++)
-            if (write(c->join[i], "0", 1) != 1)
-                return failed("join", "cgroup");
-        if (unshare(CLONE_NEWCGROUP))
-            return failed("unshare", "cgroup namespace");
-        for (uint32_t i = 0; i < c->homes; i++)
-            if (write(c->home[i], "0", 1) != 1)
-                return failed("return to", "cgroup");
-        return NULL;
-    }
-    for (int back = 0; back < 2; back++) {
-        int dir = back ? c->home[0] : c->join[0];
-        int procs = openat(dir, "cgroup.procs", O_WRONLY | O_CLOEXEC);
-        ssize_t n = procs < 0 ? -1 : write(procs, "0", 1);
-        if (procs >= 0)
-            close(procs);
-        if (n != 1)
-            return failed(back ? "return to" : "join", "cgroup");
-        if (!back && unshare(CLONE_NEWCGROUP))
-            return failed("unshare", "cgroup namespace");
-    }
+    for (uint32_t i = 0; i < c->joins; i++)
+        if (write(c->join[i], "0", 1) != 1)
+            return failed("join", "cgroup");
+    if (unshare(CLONE_NEWCGROUP))
+        return failed("unshare", "cgroup namespace");
+    for (uint32_t i = 0; i < c->homes; i++)
+        if (write(c->home[i], "0", 1) != 1)
+            return failed("return to", "cgroup");
     return NULL;
 }
 

@@ -158,8 +158,6 @@ static void plain_signals(void)
 
 static void join_group(void)
 {
-    if (self.cfg.cgroup_v2)
-        return;
     for (uint32_t i = 0; i < self.cfg.joins; i++)
         if (write(self.cfg.join[i], "0", 1) != 1)
             die(SPAWN_SETUP, "join cgroup");
@@ -225,10 +223,6 @@ static void run_child(const struct program *p)
 static long clone_child(bool wait)
 {
     struct k_clone_args args = { .flags = wait ? CLONE_VFORK : 0, .exit_signal = SIGCHLD };
-    if (self.cfg.cgroup_v2) {
-        args.flags |= K_CLONE_INTO_CGROUP;
-        args.cgroup = (uint64_t)self.cfg.join[0];
-    }
     return syscall(SYS_clone3, &args, sizeof args);
 }
 

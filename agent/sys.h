@@ -47,7 +47,6 @@ enum {
     K_SECBIT_NO_SETUID_FIXUP = 4,
     K_SECBIT_KEEP_CAPS = 16,
 };
-#define K_CLONE_INTO_CGROUP 0x200000000ULL
 
 struct k_open_how {
     uint64_t flags, mode, resolve;

@@ -226,8 +226,10 @@ class V2:
             os.rmdir(self.top)
 
     def _group(self, path: str) -> Group:
-        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        return Group([directory], os.open(f"{path}/memory.events", os.O_RDONLY | os.O_CLOEXEC))
+        # A process without rights of its own joins by a file that we opened; clone3 into the group would ask
+        # for its own rights.
+        procs = os.open(f"{path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+        return Group([procs], os.open(f"{path}/memory.events", os.O_RDONLY | os.O_CLOEXEC))
 
     def home(self) -> Group:
         return self._group(f"{self.base}/aether")

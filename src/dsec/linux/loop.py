@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Final
 
+from dsec.core.errors import Unsupported
 from dsec.linux.syscalls import ioctl
 
 LOOP_CONFIGURE: Final = 0x4C0A
@@ -60,7 +61,10 @@ def attach(path: str | os.PathLike[str], *, read_only: bool, direct_io: bool = F
 
 
 def _configure(config: loop_config, read_only: bool) -> tuple[str, int]:
-    control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError as e:
+        raise Unsupported("this kernel has no loop devices now: modprobe loop") from e
     try:
         for _ in range(64):
             number = ioctl(control, LOOP_CTL_GET_FREE, 0, "a free loop device")

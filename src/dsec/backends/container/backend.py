@@ -21,7 +21,7 @@ import msgspec
 
 from dsec.backends.base import Exit, Fingerprint, Handle, LaunchSpec, Stats
 from dsec.backends.container import policy
-from dsec.backends.container.dev import make_dev
+from dsec.backends.container.dev import make_dev, remove_dev
 from dsec.backends.container.ids import id_map, owner_of, root_of
 from dsec.backends.container.launcher import Launcher, agent_binary, sealed_copy
 from dsec.backends.container.layers import LayerMounts, clone
@@ -105,7 +105,7 @@ class ContainerBackend:
             self.layers.file_backed = not erofs_file_mount()
         self.pool.open()
         self.overlay = self._choose_overlay()
-        self._dev = make_dev()
+        self._dev = make_dev(self.run / "dev")
         self._program = sealed_copy(agent_binary())
         self._launchers = [self._new_launcher() for _ in range(os.cpu_count() or 1)]
 
@@ -153,6 +153,7 @@ class ContainerBackend:
             if fd >= 0:
                 os.close(fd)
         self._dev = self._run_fd = self._program = -1
+        remove_dev(self.run / "dev")
         self.layers.close(keep=keep)
         self.pool.close(keep=keep)
         with contextlib.suppress(OSError):

@@ -93,14 +93,7 @@ class Launcher:
 
     def _join(self, fds: list[int]) -> None:
         for fd in fds:
-            if os.fstat(fd).st_mode & 0o170000 == 0o040000:
-                procs = os.open("cgroup.procs", os.O_WRONLY | os.O_CLOEXEC, dir_fd=fd)
-                try:
-                    os.write(procs, str(self.pid).encode())
-                finally:
-                    os.close(procs)
-            else:
-                os.write(fd, str(self.pid).encode())
+            os.write(fd, str(self.pid).encode())
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         self._socket.setblocking(False)
