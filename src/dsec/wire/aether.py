@@ -425,7 +425,7 @@ class Config(Message, frozen=True):
     listen: int
     """fd index of the bound, listening Unix socket for later edges; -1: none."""
     cgroup_join: list[int]
-    """fd indices of files opened for writing, to which a process writes 0 to join: v1 `tasks`, v2 `cgroup.procs`."""
+    """fd indices of files opened for writing, where a 0 joins: v1 `tasks`, v2 `cgroup.procs`."""
     cgroup_home: list[int]
     """The same for aether's own group."""
     cgroup_v2: bool
