@@ -61,7 +61,8 @@ async def run(process: ServerProcess, warm: int, number: int, growth_kib: int) -
     assert after["host"] == 0
     assert after["mounts"] == before["mounts"]
     assert after["threads"] <= before["threads"] + 2
-    assert after["fds"] <= before["fds"] + 4, (before, after)
+    # The client's connections, which the server may not have seen closed yet.
+    assert after["fds"] <= before["fds"] + IN_FLIGHT + 4, (before, after)
     assert after["rss_kib"] <= before["rss_kib"] + growth_kib, (before, after)
 
 
