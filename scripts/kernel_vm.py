@@ -30,7 +30,17 @@ SHORT = [
     "-k",
     "staged and (launch or recover_after or reclaim_after or destroy_is or stats)",
 ]
-FULL = [*QUIETLY, "tests/backends", "tests/linux", "-k", "not fd and not fake"]
+FULL = [
+    "-v",
+    "-o",
+    "faulthandler_timeout=300",
+    "-p",
+    "no:cacheprovider",
+    "tests/backends",
+    "tests/linux",
+    "-k",
+    "not fd and not fake",
+]
 KVM_DEADLINE_S = 8
 BOOT_DEADLINE_S = 90
 BOOTS = 3
@@ -111,7 +121,7 @@ def _pack_tree(target: Path, tests: list[str], command: str | None) -> None:
 
 
 def _agent_binaries() -> Iterator[Path]:
-    return (path for path in (ROOT / "build").rglob("*") if path.is_file() and os.access(path, os.X_OK))
+    return (path for path in (ROOT / "build").glob("aether") if path.is_file())
 
 
 def _run_guest(image: Image, accelerator: str, tree: Path, scratch: Path, deadline_s: float) -> Outcome:
@@ -186,6 +196,8 @@ def _lines(qemu: subprocess.Popen[bytes], port: BinaryIO, deadline: Callable[[],
         data = port.read()
         if not data:
             if ended or time.monotonic() >= deadline():
+                if rest:
+                    yield rest.decode("utf-8", "replace")  # where it stopped
                 return
             time.sleep(0.05)
             continue
