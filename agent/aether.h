@@ -60,7 +60,6 @@ struct output {
     struct buf held;
     uint64_t base, sent, total, kept;
     bool ended, end_sent;
-    bool quiet; /* a session's FIFO that nobody writes to now: watching it would spin */
 };
 
 struct op {
@@ -78,11 +77,13 @@ struct op {
     struct buf input;
     uint64_t input_taken;
     bool takes_input, input_open, input_end;
+    bool unread; /* a session's input that its command has not opened yet: closing it now would lose it */
     uint64_t limit;
     bool kill_at_limit;
     int64_t deadline; /* ns; 0: none */
     enum reason reason;
-    bool was_signaled, was_shell_end;
+    int signaled; /* the last signal asked for; 0: none */
+    bool was_shell_end;
     int wait_status;
     int64_t started_wall, started, user_us, system_us, rss_kib, finished;
     int64_t oom_before;
@@ -160,6 +161,7 @@ int find_identity(const char *spec, struct identity *out);
 void chronus_start(struct op *o, struct mp *m, uint32_t fields);
 void chronus_close_session(struct op *o, struct mp *m);
 bool chronus_child_exited(pid_t pid, int status);
+void chronus_forget(struct op *o); /* it is about to be freed */
 void chronus_timeout(struct op *o);
 void chronus_finish(struct op *o); /* its command has ended and its output is all there */
 void chronus_signal(struct op *o, int sig, bool tree);

@@ -7,6 +7,7 @@
 #include <signal.h>
 #include <stdio.h>
 #include <sys/epoll.h>
+#include <sys/inotify.h>
 #include <sys/mount.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -19,7 +20,8 @@ struct session {
     struct identity who;
     pid_t pid;
     int commands, dir;
-    struct source status;
+    int writers[2]; /* of the FIFOs of the command that runs, so that they have no end before it has */
+    struct source status, opening; /* opening: tells when the command opens its input */
     struct buf report;
     struct op *current, *queue;
     unsigned number;
@@ -84,6 +86,7 @@ static const char POSIX_LOOP[] =
 
 static void next_command(struct session *s);
 static void status_ready(struct source *src, uint32_t events);
+static void opening_ready(struct source *src, uint32_t events);
 
 static void free_request(struct shell_request *r)
 {
@@ -95,6 +98,12 @@ static void free_request(struct shell_request *r)
     free_strings(r->extra);
     buf_free(&r->command);
     free(r);
+}
+
+void chronus_forget(struct op *o)
+{
+    free_request(o->shell);
+    o->shell = NULL;
 }
 
 static struct session *find_session(const char *name)
@@ -123,9 +132,11 @@ static int private_tmpfs(void)
     return fd;
 }
 
+/* Root inside finds the directory through its shell's descriptors, and may have put there what blocks whoever opens it. */
 static int put_file(int dir, const char *name, const void *text, size_t n, mode_t mode)
 {
-    int fd = openat(dir, name, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, mode);
+    unlinkat(dir, name, 0);
+    int fd = openat(dir, name, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, mode);
     if (fd < 0)
         return -1;
     int r = n ? write_all(fd, text, n) : 0;
@@ -136,8 +147,10 @@ static int put_file(int dir, const char *name, const void *text, size_t n, mode_
 static void copy_file(int from, int to, const char *name)
 {
     char text[4096];
-    int in = openat(from, name, O_RDONLY | O_CLOEXEC), out = -1;
-    if (in >= 0 && (out = openat(to, name, O_WRONLY | O_TRUNC | O_CLOEXEC)) >= 0)
+    struct stat st;
+    int in = openat(from, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC), out = -1;
+    if (in >= 0 && fstat(in, &st) == 0 && S_ISREG(st.st_mode) &&
+        (out = openat(to, name, O_WRONLY | O_TRUNC | O_NOFOLLOW | O_CLOEXEC)) >= 0)
         for (ssize_t n; (n = read(in, text, sizeof text)) > 0;)
             if (write_all(out, text, (size_t)n))
                 break;
@@ -164,6 +177,8 @@ static struct session *new_session(const char *name, const char *user, const str
     s->one_shot = one_shot;
     s->commands = -1;
     s->status = (struct source){ .ready = status_ready, .fd = -1 };
+    s->opening = (struct source){ .ready = opening_ready, .fd = -1 };
+    s->writers[0] = s->writers[1] = -1;
     s->dir = private_tmpfs();
     if (!s->name || !s->user || s->dir < 0 || put_file(s->dir, "env", NULL, 0, 0666)) {
         int e = errno;
@@ -179,8 +194,17 @@ static struct session *new_session(const char *name, const char *user, const str
     return s;
 }
 
+static void close_writers(struct session *s)
+{
+    fd_close(&s->writers[0]);
+    fd_close(&s->writers[1]);
+    loop_watch(&s->opening, 0);
+    fd_close(&s->opening.fd);
+}
+
 static void free_session(struct session *s)
 {
+    close_writers(s);
     for (struct session **at = &self.sessions; *at; at = &(*at)->next)
         if (*at == s) {
             *at = s->next;
@@ -251,6 +275,7 @@ static bool start_shell(struct session *s, struct op *o)
     s->commands = commands[1];
     s->status.fd = status[0];
     fcntl(s->status.fd, F_SETFL, O_NONBLOCK);
+    fcntl(s->commands, F_SETFL, O_NONBLOCK); /* what runs inside could fill the pipe */
     loop_watch(&s->status, EPOLLIN);
     return true;
 }
@@ -294,6 +319,43 @@ static void around(const struct shell_request *r, struct buf *before, struct buf
     }
 }
 
+static int make_fifo(struct session *s, char kind, int flags, int *writer)
+{
+    char name[16];
+    name_of(name, kind, s->number);
+    int fd = mkfifoat(s->dir, name, 0666) ? -1 : openat(s->dir, name, flags | O_NONBLOCK | O_NOFOLLOW | O_CLOEXEC);
+    if (fd >= 0 && writer && (*writer = openat(s->dir, name, O_WRONLY | O_NONBLOCK | O_NOFOLLOW | O_CLOEXEC)) < 0)
+        fd_close(&fd);
+    return fd;
+}
+
+/* The input is open for both ends, so that the shell's open finds a writer, and closing it is the end of the input.
+ * Closed before the shell has opened it, its bytes would be lost, and the shell would wait for a writer for ever. */
+static bool lay_out_input(struct session *s, struct op *o)
+{
+    char path[64], name[16];
+    o->in.fd = make_fifo(s, 'i', O_RDWR, NULL);
+    s->opening.fd = o->in.fd < 0 ? -1 : inotify_init1(IN_NONBLOCK | IN_CLOEXEC);
+    snprintf(path, sizeof path, "/proc/self/fd/%d/%s", s->dir, name_of(name, 'i', s->number));
+    if (s->opening.fd < 0 || inotify_add_watch(s->opening.fd, path, IN_OPEN | IN_DONT_FOLLOW) < 0)
+        return false;
+    loop_watch(&s->opening, EPOLLIN);
+    o->unread = true;
+    return true;
+}
+
+static void opening_ready(struct source *src, uint32_t events)
+{
+    (void)events;
+    struct session *s = (struct session *)((char *)src - offsetof(struct session, opening));
+    loop_watch(src, 0);
+    fd_close(&src->fd);
+    if (!s->current)
+        return;
+    s->current->unread = false;
+    op_feed(s->current);
+}
+
 static bool lay_out(struct session *s, struct op *o)
 {
     struct shell_request *r = o->shell;
@@ -309,16 +371,11 @@ static bool lay_out(struct session *s, struct op *o)
              put_file(s->dir, name_of(name, 'q', n), after.p, after.len, 0644) == 0;
     buf_free(&before);
     buf_free(&after);
-    ok = ok && mkfifoat(s->dir, name_of(name, 'o', n), 0666) == 0;
-    o->out.fd = ok ? openat(s->dir, name, O_RDONLY | O_NONBLOCK | O_CLOEXEC) : -1;
-    ok = ok && mkfifoat(s->dir, name_of(name, 'e', n), 0666) == 0;
-    o->err.fd = ok ? openat(s->dir, name, O_RDONLY | O_NONBLOCK | O_CLOEXEC) : -1;
-    if (!r->stdin_wanted)
-        return ok && symlinkat("/dev/null", s->dir, name_of(name, 'i', n)) == 0 && o->out.fd >= 0 && o->err.fd >= 0;
-    /* Open for both ends, so that the shell's open finds a writer; closing it is the end of the input. */
-    ok = ok && mkfifoat(s->dir, name_of(name, 'i', n), 0666) == 0;
-    o->in.fd = ok ? openat(s->dir, name, O_RDWR | O_NONBLOCK | O_CLOEXEC) : -1;
-    return ok && o->out.fd >= 0 && o->err.fd >= 0 && o->in.fd >= 0;
+    ok = ok && (o->out.fd = make_fifo(s, 'o', O_RDONLY, &s->writers[0])) >= 0 &&
+         (o->err.fd = make_fifo(s, 'e', O_RDONLY, &s->writers[1])) >= 0;
+    if (ok && !r->stdin_wanted)
+        return symlinkat("/dev/null", s->dir, name_of(name, 'i', n)) == 0;
+    return ok && lay_out_input(s, o);
 }
 
 static void clear_away(struct session *s)
@@ -326,6 +383,21 @@ static void clear_away(struct session *s)
     char name[16];
     for (const char *kind = "cpqoei"; *kind; kind++)
         unlinkat(s->dir, name_of(name, *kind, s->number), 0);
+    close_writers(s);
+}
+
+/* The shell has ended and is not reaped yet, or does not read: the command waits for the next one. */
+static void put_back(struct session *s, struct op *o)
+{
+    struct source *ours[] = { &o->out, &o->err, &o->in };
+    for (int i = 0; i < 3; i++)
+        fd_close(&ours[i]->fd);
+    clear_away(s);
+    s->current = NULL;
+    o->unread = false;
+    o->queue_next = s->queue;
+    s->queue = o;
+    kill(s->pid, SIGKILL);
 }
 
 /* Begins the first command in the queue, when none runs. */
@@ -346,14 +418,20 @@ static void next_command(struct session *s)
         o->pid = s->pid;
         o->started = now_ns();
         mark_start(o);
+        errno = 0;
         bool ok = lay_out(s, o);
+        int e = errno;
         int n = snprintf(line, sizeof line, "%u %d\n", s->number, *o->shell->cwd || *o->shell->extra ? 1 : 0);
-        if (!ok || write_all(s->commands, line, (size_t)n)) {
+        if (!ok) {
             s->current = NULL;
             o->session = NULL;
-            op_fail(o, errno == ENOSPC ? "disk_full" : "unavailable", errno, "session %s: %s", s->name, strerror(errno));
+            op_fail(o, e == ENOSPC ? "disk_full" : "unavailable", e, "session %s: %s", s->name, strerror(e));
             clear_away(s);
             continue;
+        }
+        if (write_all(s->commands, line, (size_t)n)) {
+            put_back(s, o);
+            return;
         }
         o->deadline = o->shell->timeout_ms > 0 ? now_ns() + o->shell->timeout_ms * 1000000 : 0;
         loop_watch(&o->out, EPOLLIN);
@@ -430,8 +508,7 @@ void chronus_start(struct op *o, struct mp *m, uint32_t fields)
         op_started(o);
         return;
     }
-    free_request(o->shell);
-    o->shell = NULL;
+    chronus_forget(o);
 }
 
 void chronus_finish(struct op *o)
@@ -446,8 +523,7 @@ void chronus_finish(struct op *o)
         op_finish_command(o, s->one_shot ? "signaled" : why, -1, WTERMSIG(status));
     else
         op_finish_command(o, why, o->was_shell_end ? WEXITSTATUS(status) : o->exit_code, 0);
-    free_request(o->shell);
-    o->shell = NULL;
+    chronus_forget(o);
     o->session = NULL;
     s->current = NULL;
     s->kill_at = s->look_at = 0;
@@ -461,6 +537,7 @@ static void ended(struct session *s, int code, const char *cwd, size_t n)
     s->cwd = strndup(cwd, n);
     o->cwd = strndup(cwd, n);
     o->exit_code = code;
+    s->kill_at = s->look_at = 0; /* it came back; what is left is to fetch its output */
     o->finished = now_ns();
     o->exited = true;
     op_pump(o);
@@ -535,8 +612,8 @@ bool chronus_child_exited(pid_t pid, int status)
         o->finished = now_ns();
         o->exited = true;
         op_pump(o);
-    } else if (!s->one_shot) {
-        s->was_replaced = true;
+    } else if (!s->one_shot || (!o && s->queue)) {
+        s->was_replaced = !s->one_shot;
         next_command(s);
     } else if (!o) {
         free_session(s);
@@ -561,8 +638,7 @@ static bool unqueue(struct session *s, struct op *o)
             o->session = NULL;
             op_output_done(o);
             op_finish_command(o, "killed", -1, SIGKILL);
-            free_request(o->shell);
-            o->shell = NULL;
+            chronus_forget(o);
             return true;
         }
     return false;
@@ -571,7 +647,7 @@ static bool unqueue(struct session *s, struct op *o)
 void chronus_timeout(struct op *o)
 {
     struct session *s = o->session;
-    if (!s || unqueue(s, o) || !s->pid)
+    if (!s || unqueue(s, o) || !s->pid || o->exited)
         return;
     if (s->one_shot) {
         kill_command(s, o, true);
@@ -591,7 +667,8 @@ void chronus_signal(struct op *o, int sig, bool tree)
         chronus_timeout(o);
         return;
     }
-    if (!s || s->current != o || !s->pid)
+    bool ends = sig == SIGTERM || sig == SIGINT || sig == SIGHUP || sig == SIGQUIT;
+    if (!s || (ends && unqueue(s, o)) || s->current != o || !s->pid || o->exited)
         return;
     if (tree || !s->one_shot)
         kill_tree(s->pid, s->name, o, s->one_shot ? 0 : s->pid, sig);

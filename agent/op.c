@@ -76,6 +76,7 @@ static void op_free(struct op *o)
     close_source(&o->err);
     close_source(&o->in);
     close_source(&o->result_pipe);
+    chronus_forget(o);
     for (int i = 0; i < STREAMS; i++)
         buf_free(&o->streams[i].held);
     buf_free(&o->input);
@@ -98,6 +99,12 @@ static bool room(const struct op *o, const struct output *s)
     return s->kept >= o->limit || s->held.len < WINDOW;
 }
 
+/* Once it is reaped its number may be another's. */
+static pid_t root_of(const struct op *o)
+{
+    return o->exited ? 0 : o->pid;
+}
+
 static void over_limit(struct op *o)
 {
     if (!o->kill_at_limit || o->reason != R_NONE || o->ended)
@@ -106,7 +113,7 @@ static void over_limit(struct op *o)
     if (o->kind == OP_SHELL)
         chronus_timeout(o);
     else
-        kill_tree(o->pid, o->id, o, 0, SIGKILL);
+        kill_tree(root_of(o), o->id, o, 0, SIGKILL);
 }
 
 /* One read. 1: got some; 0: nothing now, or no room; -1: end. */
@@ -148,14 +155,8 @@ static bool pump(struct op *o, struct source *src, struct output *s)
             continue;
         if (r == 0)
             return true;
-        if (r < 0) {
-            if (o->kind == OP_SHELL && !o->exited) {
-                s->quiet = true; /* the shell's word ends the command */
-                loop_watch(src, 0);
-                return true;
-            }
+        if (r < 0)
             close_source(src);
-        }
         break;
     }
     return src->fd < 0;
@@ -164,7 +165,7 @@ static bool pump(struct op *o, struct source *src, struct output *s)
 static void watch_output(struct op *o, struct source *src, const struct output *s)
 {
     if (src->fd >= 0)
-        loop_watch(src, room(o, s) && !s->quiet ? EPOLLIN : 0);
+        loop_watch(src, room(o, s) ? EPOLLIN : 0);
 }
 
 void op_output_done(struct op *o)
@@ -195,8 +196,10 @@ static void try_finish(struct op *o)
         watch_output(o, &o->err, &o->streams[S_STDERR]);
         return;
     }
-    if (o->kind == OP_WORK && (o->out.fd >= 0 || o->result_pipe.fd >= 0))
+    if (o->kind == OP_WORK && (o->out.fd >= 0 || o->result_pipe.fd >= 0)) {
+        watch_output(o, &o->out, &o->streams[o->out_stream]);
         return;
+    }
     op_output_done(o);
     if (o->kind == OP_EXEC) {
         int status = o->wait_status;
@@ -283,7 +286,7 @@ void op_feed(struct op *o)
         conn_send_u64(o->channel, F_ACK, S_STDIN, o->input_taken);
     if (!o->input.len) {
         buf_free(&o->input);
-        if (o->input_end)
+        if (o->input_end && !o->unread)
             input_gone(o);
     }
     op_watch_input(o);
@@ -338,6 +341,14 @@ void op_fail(struct op *o, const char *code, int error, const char *format, ...)
     input_gone(o);
 }
 
+/* A signal that the command took lightly did not end it. A shell tells of a signal by 128 and its number, or is made
+ * to abandon the command. */
+static bool ended_by_signal(const struct op *o, int exit_code, int sig)
+{
+    return sig || (o->kind == OP_SHELL && (exit_code == 128 + o->signaled || exit_code == 128 + SIGKILL ||
+                                           (o->signaled == SIGKILL && exit_code == 124)));
+}
+
 void op_finish_command(struct op *o, const char *reason, int exit_code, int sig)
 {
     struct output *out = &o->streams[o->out_stream], *err = &o->streams[S_STDERR];
@@ -348,7 +359,7 @@ void op_finish_command(struct op *o, const char *reason, int exit_code, int sig)
         reason = "output_limit";
     else if (ooms > 0 && (sig == SIGKILL || exit_code == 128 + SIGKILL))
         reason = "oom";
-    else if (o->reason == R_KILLED && (sig || o->kind == OP_SHELL))
+    else if (o->reason == R_KILLED && ended_by_signal(o, exit_code, sig))
         reason = "killed";
     struct buf *b = &o->final;
     buf_free(b);
@@ -552,13 +563,13 @@ static void signalled(struct op *o, const struct frame *f)
     if (m.bad || o->ended || sig < 1 || sig > 64)
         return;
     o->reason = o->reason == R_NONE ? R_KILLED : o->reason;
-    o->was_signaled = true;
+    o->signaled = sig;
     if (o->kind == OP_SHELL)
         chronus_signal(o, sig, tree);
-    else if (o->kind == OP_WORK || !tree)
+    else if (o->kind == OP_EXEC && tree)
+        kill_tree(root_of(o), o->id, o, 0, sig);
+    else if (!o->exited)
         kill(o->pid, sig);
-    else
-        kill_tree(o->pid, o->id, o, 0, sig);
 }
 
 static void resized(struct op *o, const struct frame *f)
@@ -634,18 +645,24 @@ void op_child_exited(pid_t pid, int status, const void *usage)
         o->user_us = r->ru_utime.tv_sec * 1000000LL + r->ru_utime.tv_usec;
         o->system_us = r->ru_stime.tv_sec * 1000000LL + r->ru_stime.tv_usec;
         o->rss_kib = r->ru_maxrss;
-        if (o->kind == OP_EXEC && o->reason != R_NONE)
-            kill_tree(pid, o->id, o, 0, SIGKILL);
+        if (o->kind == OP_EXEC && o->reason != R_NONE && (o->reason != R_KILLED || WIFSIGNALED(status)))
+            kill_tree(0, o->id, o, 0, SIGKILL);
         try_finish(o);
         return;
     }
+}
+
+/* A signal does not call off the deadline: the program may take it lightly. */
+static bool has_deadline(const struct op *o)
+{
+    return o->deadline && !o->ended && (o->reason == R_NONE || o->reason == R_KILLED);
 }
 
 int64_t op_next_deadline(void)
 {
     int64_t first = 0;
     for (struct op *o = self.ops; o; o = o->next)
-        if (o->deadline && !o->ended && o->reason == R_NONE && (!first || o->deadline < first))
+        if (has_deadline(o) && (!first || o->deadline < first))
             first = o->deadline;
     return first;
 }
@@ -656,7 +673,7 @@ void op_check_deadlines(void)
     if (!first || now_ns() < first)
         return;
     for (struct op *o = self.ops; o; o = o->next) {
-        if (!o->deadline || o->ended || o->reason != R_NONE || now_ns() < o->deadline)
+        if (!has_deadline(o) || now_ns() < o->deadline)
             continue;
         if (o->exited) { /* it had ended before; its output is still being fetched */
             o->deadline = 0;
