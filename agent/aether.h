@@ -82,8 +82,10 @@ struct op {
     bool kill_at_limit;
     int64_t deadline; /* ns; 0: none */
     enum reason reason;
+    char *session_name;
+    int slave; /* of its terminal; -1: none */
     int signaled; /* the last signal asked for; 0: none */
-    bool was_shell_end;
+    bool was_shell_end, was_put_back, signaled_alone; /* alone: not its children */
     int wait_status;
     int64_t started_wall, started, user_us, system_us, rss_kib, finished;
     int64_t oom_before;

@@ -4,15 +4,15 @@
  * could forge its status, and the docs say so. */
 #include "aether.h"
 
+#include <ctype.h>
 #include <signal.h>
 #include <stdio.h>
 #include <sys/epoll.h>
-#include <sys/inotify.h>
 #include <sys/mount.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 
-enum { GRACE_MS = 1000, LOOK_AGAIN_MS = 20, STATUS_LIMIT = 16 << 10, ABANDON = 63 };
+enum { GRACE_MS = 1000, LOOK_AGAIN_MS = 20, STATUS_LIMIT = 16 << 10, ABANDON = 63, MAX_VARIABLE = 255 };
 
 struct session {
     struct session *next;
@@ -21,7 +21,7 @@ struct session {
     pid_t pid;
     int commands, dir;
     int writers[2]; /* of the FIFOs of the command that runs, so that they have no end before it has */
-    struct source status, opening; /* opening: tells when the command opens its input */
+    struct source status;
     struct buf report;
     struct op *current, *queue;
     unsigned number;
@@ -38,55 +38,53 @@ struct shell_request {
 };
 
 /* A shell that is told to abandon its command (ABANDON) leaves it by `continue` and reports at the head of its
- * loop; inside a function `continue` has no effect, and the shell ends itself, to be replaced. */
+ * loop; inside a function `continue` has no effect, and the shell ends itself, to be replaced. Whatever the user has
+ * set (IFS, noclobber, nounset, xtrace) holds in the loop too: hence the quotes, `>|` and the redirections' places. */
 #define HERE "/proc/self/fd/7/"
-#define RUN                                                                                          \
+#define FILE_OF(kind) "\"" HERE kind "$__dsec_n\""
+/* What the saved environment says of the session and of the directory may be another's, or gone. */
+#define LOAD                                                                                         \
+    "__dsec_r=0 __dsec_n= __dsec_f=0; if [ -s " HERE "env ]; then "                                  \
+    "__dsec_m=$DSEC_SESSION __dsec_w=$PWD; . " HERE "env; export DSEC_SESSION=\"$__dsec_m\"; "       \
+    "[ \"$PWD\" -ef . ] || PWD=$__dsec_w; fi; "
+#define REPORT(BUILTIN)                                                                              \
+    "if [ -n \"$__dsec_n\" ]; then if [ -z \"$__dsec_d\" ]; then __dsec_r=124; fi; "                 \
+    "if [ \"$__dsec_f\" = 1 ]; then " BUILTIN "eval \"$__dsec_q\" || :; fi; "                        \
+    BUILTIN "export -p >|" HERE "env || :; "                                                         \
+    BUILTIN "printf '%s %s\\n%s\\0' \"$__dsec_n\" \"$__dsec_r\" \"$PWD\" >&8; fi; "                  \
+    "IFS=' ' " BUILTIN "read -r __dsec_n __dsec_f __dsec_g <&9 || break; __dsec_d=; "
+/* That the input is open is told of ("<number> -"): its writer must not close it before. */
+#define RUN(BUILTIN)                                                                                 \
+    "{ if [ \"$__dsec_g\" = 1 ]; then " BUILTIN "printf '%s -\\n\\0' \"$__dsec_n\" >&8; fi; "        \
     "case $- in *e*) ;; *) __dsec_t ;; esac; "                                                       \
-    BUILTIN "eval \"$__dsec_c\" <" HERE "i$__dsec_n >" HERE "o$__dsec_n 2>" HERE "e$__dsec_n "        \
-    "7<&- 8>&- 9<&-; __dsec_r=$?; __dsec_d=1; "
+    BUILTIN "eval \"$__dsec_c\" >" FILE_OF("o") " 2>" FILE_OF("e") " 7<&- 8>&- 9<&-; } <"            \
+    FILE_OF("i") "; __dsec_r=$?; __dsec_d=1; "
 
-#define BUILTIN "builtin "
 static const char BASH_LOOP[] =
-    "__dsec_t() { return $__dsec_r; }; "
-    "trap 'if [ ${#FUNCNAME[@]} -gt 0 ]; then builtin kill -9 $$; fi; builtin continue 999' 63; "
-    "__dsec_r=0 __dsec_n= __dsec_f=0; if [ -s " HERE "env ]; then . " HERE "env; fi; "
-    "while :; do if [ -n \"$__dsec_n\" ]; then "
-    "if [ -z \"$__dsec_d\" ]; then __dsec_r=124; fi; "
-    "if [ \"$__dsec_f\" = 1 ]; then builtin eval \"$__dsec_q\" || :; fi; "
-    "builtin export -p >" HERE "env || :; "
-    "builtin printf '%s %s\\n%s\\0' \"$__dsec_n\" \"$__dsec_r\" \"$PWD\" >&8; fi; "
-    "IFS=' ' builtin read -r __dsec_n __dsec_f <&9 || break; __dsec_d=; "
-    "IFS= builtin read -r -d '' __dsec_c <" HERE "c$__dsec_n || :; "
+    "__dsec_t() { return \"$__dsec_r\"; }; "
+    "trap 'if [ -n \"${FUNCNAME-}\" ]; then builtin kill -9 \"$$\"; fi; builtin continue 999' 63; "
+    LOAD "while :; do " REPORT("builtin ")
+    "IFS= builtin read -r -d '' __dsec_c <" FILE_OF("c") " || :; "
     "if [ \"$__dsec_f\" = 1 ]; then "
-    "IFS= builtin read -r -d '' __dsec_p <" HERE "p$__dsec_n || :; "
-    "IFS= builtin read -r -d '' __dsec_q <" HERE "q$__dsec_n || :; "
-    "builtin eval \"$__dsec_p\" 2>" HERE "e$__dsec_n; fi; "
-    RUN "done";
-#undef BUILTIN
+    "IFS= builtin read -r -d '' __dsec_p <" FILE_OF("p") " || :; "
+    "IFS= builtin read -r -d '' __dsec_q <" FILE_OF("q") " || :; "
+    "builtin eval \"$__dsec_p\" 2>" FILE_OF("e") "; fi; "
+    RUN("builtin ") "done";
 
-#define BUILTIN ""
 static const char POSIX_LOOP[] =
     "__dsec_load() { __dsec_v=; while IFS= read -r __dsec_l; do __dsec_v=\"$__dsec_v$__dsec_l\n\"; done; "
     "__dsec_v=$__dsec_v$__dsec_l; }; "
-    "__dsec_t() { return $__dsec_r; }; "
+    "__dsec_t() { return \"$__dsec_r\"; }; "
     "trap 'continue 999' 63 2>/dev/null || :; "
-    "__dsec_r=0 __dsec_n= __dsec_f=0; if [ -s " HERE "env ]; then . " HERE "env; fi; "
-    "while :; do if [ -n \"$__dsec_n\" ]; then "
-    "if [ -z \"$__dsec_d\" ]; then __dsec_r=124; fi; "
-    "if [ \"$__dsec_f\" = 1 ]; then eval \"$__dsec_q\" || :; fi; "
-    "export -p >" HERE "env || :; "
-    "printf '%s %s\\n%s\\0' \"$__dsec_n\" \"$__dsec_r\" \"$PWD\" >&8; fi; "
-    "IFS=' ' read -r __dsec_n __dsec_f <&9 || break; __dsec_d=; "
-    "__dsec_load <" HERE "c$__dsec_n; __dsec_c=$__dsec_v; "
-    "if [ \"$__dsec_f\" = 1 ]; then __dsec_load <" HERE "p$__dsec_n; __dsec_p=$__dsec_v; "
-    "__dsec_load <" HERE "q$__dsec_n; __dsec_q=$__dsec_v; "
-    "eval \"$__dsec_p\" 2>" HERE "e$__dsec_n; fi; "
-    RUN "done";
-#undef BUILTIN
+    LOAD "while :; do " REPORT("")
+    "__dsec_load <" FILE_OF("c") "; __dsec_c=$__dsec_v; "
+    "if [ \"$__dsec_f\" = 1 ]; then __dsec_load <" FILE_OF("p") "; __dsec_p=$__dsec_v; "
+    "__dsec_load <" FILE_OF("q") "; __dsec_q=$__dsec_v; "
+    "eval \"$__dsec_p\" 2>" FILE_OF("e") "; fi; "
+    RUN("") "done";
 
 static void next_command(struct session *s);
 static void status_ready(struct source *src, uint32_t events);
-static void opening_ready(struct source *src, uint32_t events);
 
 static void free_request(struct shell_request *r)
 {
@@ -177,7 +175,6 @@ static struct session *new_session(const char *name, const char *user, const str
     s->one_shot = one_shot;
     s->commands = -1;
     s->status = (struct source){ .ready = status_ready, .fd = -1 };
-    s->opening = (struct source){ .ready = opening_ready, .fd = -1 };
     s->writers[0] = s->writers[1] = -1;
     s->dir = private_tmpfs();
     if (!s->name || !s->user || s->dir < 0 || put_file(s->dir, "env", NULL, 0, 0666)) {
@@ -198,8 +195,6 @@ static void close_writers(struct session *s)
 {
     fd_close(&s->writers[0]);
     fd_close(&s->writers[1]);
-    loop_watch(&s->opening, 0);
-    fd_close(&s->opening.fd);
 }
 
 static void free_session(struct session *s)
@@ -269,7 +264,11 @@ static bool start_shell(struct session *s, struct op *o)
         s->pid = 0;
         fd_close(&commands[1]);
         fd_close(&status[0]);
-        fail_spawn(o, shell);
+        if (self.report->stage == SPAWN_EXEC)
+            op_fail(o, "no_shell", self.report->error, "the image's shell %s cannot be run: %s", shell,
+                    strerror(self.report->error));
+        else
+            fail_spawn(o, shell);
         return false;
     }
     s->commands = commands[1];
@@ -299,7 +298,7 @@ static void put_text(struct buf *b, const char *text)
 static void around(const struct shell_request *r, struct buf *before, struct buf *after)
 {
     for (char **e = r->extra; *e; e++) {
-        char name[256];
+        char name[MAX_VARIABLE + 1];
         snprintf(name, sizeof name, "%.*s", (int)(strchr(*e, '=') - *e), *e);
         char text[2048];
         snprintf(text, sizeof text, "__dsec_h_%s=${%s+x}; __dsec_s_%s=${%s-}; export %s=", name, name, name, name, name);
@@ -329,33 +328,6 @@ static int make_fifo(struct session *s, char kind, int flags, int *writer)
     return fd;
 }
 
-/* The input is open for both ends, so that the shell's open finds a writer, and closing it is the end of the input.
- * Closed before the shell has opened it, its bytes would be lost, and the shell would wait for a writer for ever. */
-static bool lay_out_input(struct session *s, struct op *o)
-{
-    char path[64], name[16];
-    o->in.fd = make_fifo(s, 'i', O_RDWR, NULL);
-    s->opening.fd = o->in.fd < 0 ? -1 : inotify_init1(IN_NONBLOCK | IN_CLOEXEC);
-    snprintf(path, sizeof path, "/proc/self/fd/%d/%s", s->dir, name_of(name, 'i', s->number));
-    if (s->opening.fd < 0 || inotify_add_watch(s->opening.fd, path, IN_OPEN | IN_DONT_FOLLOW) < 0)
-        return false;
-    loop_watch(&s->opening, EPOLLIN);
-    o->unread = true;
-    return true;
-}
-
-static void opening_ready(struct source *src, uint32_t events)
-{
-    (void)events;
-    struct session *s = (struct session *)((char *)src - offsetof(struct session, opening));
-    loop_watch(src, 0);
-    fd_close(&src->fd);
-    if (!s->current)
-        return;
-    s->current->unread = false;
-    op_feed(s->current);
-}
-
 static bool lay_out(struct session *s, struct op *o)
 {
     struct shell_request *r = o->shell;
@@ -375,7 +347,10 @@ static bool lay_out(struct session *s, struct op *o)
          (o->err.fd = make_fifo(s, 'e', O_RDONLY, &s->writers[1])) >= 0;
     if (ok && !r->stdin_wanted)
         return symlinkat("/dev/null", s->dir, name_of(name, 'i', n)) == 0;
-    return ok && lay_out_input(s, o);
+    /* The input is open for both ends, so that the shell's open finds a writer, and closing it is the end of the input.
+     * Closed before the shell has opened it, its bytes would be lost, and the shell would wait for a writer for ever. */
+    o->unread = true;
+    return ok && (o->in.fd = make_fifo(s, 'i', O_RDWR, NULL)) >= 0;
 }
 
 static void clear_away(struct session *s)
@@ -395,6 +370,7 @@ static void put_back(struct session *s, struct op *o)
     clear_away(s);
     s->current = NULL;
     o->unread = false;
+    o->was_put_back = true; /* the next shell is given it in any case, and may end with it */
     o->queue_next = s->queue;
     s->queue = o;
     kill(s->pid, SIGKILL);
@@ -413,7 +389,7 @@ static void next_command(struct session *s)
             o->session = NULL;
             continue;
         }
-        char line[32];
+        char line[48];
         s->current = o;
         o->pid = s->pid;
         o->started = now_ns();
@@ -421,7 +397,8 @@ static void next_command(struct session *s)
         errno = 0;
         bool ok = lay_out(s, o);
         int e = errno;
-        int n = snprintf(line, sizeof line, "%u %d\n", s->number, *o->shell->cwd || *o->shell->extra ? 1 : 0);
+        int n = snprintf(line, sizeof line, "%u %d %d\n", s->number, *o->shell->cwd || *o->shell->extra ? 1 : 0,
+                         o->shell->stdin_wanted);
         if (!ok) {
             s->current = NULL;
             o->session = NULL;
@@ -429,7 +406,7 @@ static void next_command(struct session *s)
             clear_away(s);
             continue;
         }
-        if (write_all(s->commands, line, (size_t)n)) {
+        if (write_all(s->commands, line, (size_t)n) && !o->was_put_back) {
             put_back(s, o);
             return;
         }
@@ -442,6 +419,19 @@ static void next_command(struct session *s)
         fd_close(&s->commands); /* the loop reads the end, and the shell goes */
     if (!s->pid && s->one_shot && !s->current)
         free_session(s);
+}
+
+/* The shell is to export them. */
+static bool are_names(char **extra)
+{
+    for (char **e = extra; *e; e++) {
+        size_t n = 0;
+        for (; isalnum((unsigned char)(*e)[n]) || (*e)[n] == '_'; n++) {
+        }
+        if (!n || n > MAX_VARIABLE || (*e)[n] != '=' || isdigit((unsigned char)**e))
+            return false;
+    }
+    return true;
 }
 
 static struct shell_request *parse_shell(struct mp *m, uint32_t fields)
@@ -489,7 +479,9 @@ void chronus_start(struct op *o, struct mp *m, uint32_t fields)
     }
     struct session *named = find_session(r->session), *s = named;
     const char *user = *r->user ? r->user : named ? named->user : self.cfg.user;
-    if (find_identity(user, &who)) {
+    if (!are_names(r->extra)) {
+        op_fail(o, "invalid_argument", 0, "shell: names of variables have letters, figures and _, at most %d", MAX_VARIABLE);
+    } else if (find_identity(user, &who)) {
         op_fail(o, "user_not_found", ENOENT, "the image has no user or group %s", user);
     } else if (named && !r->background && strcmp(user, named->user)) {
         op_fail(o, "session_busy", 0, "session %s belongs to %s: use another session", r->session, named->user);
@@ -497,6 +489,7 @@ void chronus_start(struct op *o, struct mp *m, uint32_t fields)
         op_fail(o, "resource_exhausted", errno, "session %s: %s", r->session, strerror(errno));
     } else {
         o->session = s;
+        o->session_name = strdup(r->session);
         o->limit = r->limit > 0 ? (uint64_t)r->limit : 0;
         o->kill_at_limit = r->kill_at_limit;
         o->takes_input = o->input_open = r->stdin_wanted;
@@ -543,20 +536,35 @@ static void ended(struct session *s, int code, const char *cwd, size_t n)
     op_pump(o);
 }
 
-/* One report: "<number> <status>\n<directory>\0". Whoever writes anything else harms its own session. */
+static void opened(struct op *o)
+{
+    o->unread = false;
+    op_feed(o);
+}
+
+/* A report is "<number> <status>\n<directory>\0", or "<number> -\n\0" of an input that is open. Whoever writes
+ * anything else harms its own session. */
+static void take_report(struct session *s, const char *text, size_t n)
+{
+    unsigned number = 0;
+    int code = -1;
+    char what[4] = "";
+    const char *cwd = memchr(text, '\n', n);
+    if (!cwd || sscanf(text, "%u %3s", &number, what) != 2 || !s->current || number != s->number || s->current->exited)
+        return;
+    cwd++;
+    if (!strcmp(what, "-"))
+        opened(s->current);
+    else if (sscanf(what, "%d", &code) == 1 && code >= 0 && code < 256)
+        ended(s, code, cwd, n - (size_t)(cwd - text));
+}
+
 static void parse_report(struct session *s)
 {
     uint8_t *end;
     while ((end = memchr(s->report.p, 0, s->report.len)) != NULL) {
         size_t n = (size_t)(end - s->report.p);
-        unsigned number = 0;
-        int code = 0, at = 0;
-        char head[64] = "";
-        memcpy(head, s->report.p, n < sizeof head ? n : sizeof head - 1);
-        bool good = sscanf(head, "%u %d%n", &number, &code, &at) == 2 && at > 0 && (size_t)at < n &&
-                    s->report.p[at] == '\n' && code >= 0 && code < 256;
-        if (good && s->current && number == s->number && !s->current->exited)
-            ended(s, code, (char *)s->report.p + at + 1, n - (size_t)at - 1);
+        take_report(s, (const char *)s->report.p, n);
         buf_drop(&s->report, n + 1);
     }
     if (!s->report.len)
@@ -625,7 +633,9 @@ bool chronus_child_exited(pid_t pid, int status)
 
 static void kill_command(struct session *s, struct op *o, bool shell_too)
 {
-    kill_tree(s->pid, s->name, o, shell_too ? 0 : s->pid, SIGKILL);
+    if (shell_too && s->pid)
+        kill(s->pid, SIGSTOP); /* else it could begin one more when we have looked, and leave it an orphan */
+    kill_tree(s->pid, s->name, o, s->pid, SIGKILL);
     if (shell_too && s->pid)
         kill(s->pid, SIGKILL);
 }
@@ -670,6 +680,8 @@ void chronus_signal(struct op *o, int sig, bool tree)
     bool ends = sig == SIGTERM || sig == SIGINT || sig == SIGHUP || sig == SIGQUIT;
     if (!s || (ends && unqueue(s, o)) || s->current != o || !s->pid || o->exited)
         return;
+    if (ends && !s->one_shot)
+        kill(s->pid, ABANDON); /* taken when what runs has ended, or at once in a loop of the shell's own */
     if (tree || !s->one_shot)
         kill_tree(s->pid, s->name, o, s->one_shot ? 0 : s->pid, sig);
     else
@@ -713,10 +725,7 @@ void chronus_close_session(struct op *o, struct mp *m)
         unqueue(s, s->queue);
     if (s->current)
         s->current->reason = R_KILLED;
-    if (s->pid) {
-        kill_tree(s->pid, s->name, NULL, 0, SIGKILL);
-        kill(s->pid, SIGKILL);
-    }
+    kill_command(s, NULL, true); /* what an ended shell left behind, too */
     /* The name is free at once; the rest goes when the shell is reaped. */
     s->one_shot = true;
     if (!s->pid && !s->current)

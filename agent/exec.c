@@ -152,8 +152,10 @@ static void plain_signals(void)
     sigset_t none;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
+    /* An ignored signal would stay ignored through exec. By system call: the C library keeps 32 to 34 to itself. */
+    struct { void *handler; unsigned long flags; void *restorer; uint64_t mask; } plain = { 0 };
     for (int sig = 1; sig < 65; sig++)
-        signal(sig, SIG_DFL); /* an ignored signal would stay ignored through exec */
+        syscall(SYS_rt_sigaction, sig, &plain, NULL, sizeof plain.mask);
 }
 
 static void join_group(void)
@@ -325,7 +327,8 @@ static bool make_terminal(struct program *p, struct op *o, int rows, int columns
         /* The terminal works without; only `mesg` and the like miss it. */
     }
     for (int i = 0; i < 3; i++)
-        p->fd[i] = i ? fcntl(slave, F_DUPFD_CLOEXEC, 0) : slave;
+        p->fd[i] = fcntl(slave, F_DUPFD_CLOEXEC, 0);
+    o->slave = slave; /* so that the terminal is not at its end while the program has closed its own */
     return true;
 }
 
@@ -387,6 +390,8 @@ void exec_start(struct op *o, struct mp *m, uint32_t fields)
         p.tty = r.tty;
         p.cwd = *r.cwd ? r.cwd : *self.cfg.workdir ? self.cfg.workdir : "/";
         p.env = make_env(&p.who, r.extra, "DSEC_OP", o->id);
+        if (p.env && r.tty)
+            env_set(p.env, "TERM", "xterm", false);
         launch(o, &p, &r);
         free_strings(p.env);
     }

@@ -47,6 +47,7 @@ struct op *op_new(const char *id, const char *kind_name, enum op_kind kind, uint
     o->err = (struct source){ .ready = err_ready, .fd = -1 };
     o->in = (struct source){ .ready = in_ready, .fd = -1 };
     o->result_pipe.fd = -1;
+    o->slave = -1;
     o->out_stream = S_STDOUT;
     o->started_wall = wall.tv_sec * 1000000000LL + wall.tv_nsec;
     o->started = now_ns();
@@ -76,6 +77,7 @@ static void op_free(struct op *o)
     close_source(&o->err);
     close_source(&o->in);
     close_source(&o->result_pipe);
+    fd_close(&o->slave);
     chronus_forget(o);
     for (int i = 0; i < STREAMS; i++)
         buf_free(&o->streams[i].held);
@@ -83,6 +85,7 @@ static void op_free(struct op *o)
     buf_free(&o->work_result);
     buf_free(&o->final);
     free(o->cwd);
+    free(o->session_name);
     free(o->id);
     free(o);
 }
@@ -170,6 +173,7 @@ static void watch_output(struct op *o, struct source *src, const struct output *
 
 void op_output_done(struct op *o)
 {
+    fd_close(&o->slave);
     struct source *sources[2] = { &o->out, &o->err };
     for (int i = 0; i < 2; i++) {
         int fd = sources[i]->fd;
@@ -262,6 +266,17 @@ static void input_gone(struct op *o)
     }
 }
 
+static bool is_terminal(const struct op *o)
+{
+    return o->kind == OP_EXEC && o->single;
+}
+
+/* A terminal's end of input is typed. False: it has no room yet. */
+static bool end_terminal(struct op *o)
+{
+    return !is_terminal(o) || o->in.fd < 0 || write(o->in.fd, "\4", 1) == 1 || errno != EAGAIN;
+}
+
 void op_feed(struct op *o)
 {
     uint64_t before = o->input_taken;
@@ -286,7 +301,7 @@ void op_feed(struct op *o)
         conn_send_u64(o->channel, F_ACK, S_STDIN, o->input_taken);
     if (!o->input.len) {
         buf_free(&o->input);
-        if (o->input_end && !o->unread)
+        if (o->input_end && !o->unread && end_terminal(o))
             input_gone(o);
     }
     op_watch_input(o);
@@ -295,7 +310,7 @@ void op_feed(struct op *o)
 void op_watch_input(struct op *o)
 {
     if (o->in.fd >= 0)
-        loop_watch(&o->in, o->input.len ? EPOLLOUT : 0);
+        loop_watch(&o->in, o->input.len || (is_terminal(o) && o->input_end) ? EPOLLOUT : 0);
 }
 
 static void in_ready(struct source *s, uint32_t events)
@@ -341,12 +356,12 @@ void op_fail(struct op *o, const char *code, int error, const char *format, ...)
     input_gone(o);
 }
 
-/* A signal that the command took lightly did not end it. A shell tells of a signal by 128 and its number, or is made
- * to abandon the command. */
+/* A signal that the command took lightly did not end it. A shell tells of a signal by 128 and its number, or by 124
+ * that it was made to abandon the command. */
 static bool ended_by_signal(const struct op *o, int exit_code, int sig)
 {
-    return sig || (o->kind == OP_SHELL && (exit_code == 128 + o->signaled || exit_code == 128 + SIGKILL ||
-                                           (o->signaled == SIGKILL && exit_code == 124)));
+    int by = sig ? sig : o->kind == OP_SHELL && exit_code > 128 ? exit_code - 128 : 0;
+    return by ? by == o->signaled || by == SIGKILL : o->kind == OP_SHELL && exit_code == 124;
 }
 
 void op_finish_command(struct op *o, const char *reason, int exit_code, int sig)
@@ -564,6 +579,7 @@ static void signalled(struct op *o, const struct frame *f)
         return;
     o->reason = o->reason == R_NONE ? R_KILLED : o->reason;
     o->signaled = sig;
+    o->signaled_alone = !tree;
     if (o->kind == OP_SHELL)
         chronus_signal(o, sig, tree);
     else if (o->kind == OP_EXEC && tree)
@@ -622,7 +638,7 @@ void op_list(void)
         mp_str(&b, o->id);
         mp_str(&b, o->kind_name);
         mp_str(&b, o->ended ? "ended" : "running");
-        mp_str(&b, "");
+        mp_str(&b, o->session_name ? o->session_name : "");
         mp_int(&b, o->pid);
     }
     conn_send(0, F_OPERATIONS, 0, b.p, b.len);
@@ -645,7 +661,7 @@ void op_child_exited(pid_t pid, int status, const void *usage)
         o->user_us = r->ru_utime.tv_sec * 1000000LL + r->ru_utime.tv_usec;
         o->system_us = r->ru_stime.tv_sec * 1000000LL + r->ru_stime.tv_usec;
         o->rss_kib = r->ru_maxrss;
-        if (o->kind == OP_EXEC && o->reason != R_NONE && (o->reason != R_KILLED || WIFSIGNALED(status)))
+        if (o->kind == OP_EXEC && o->reason != R_NONE && (o->reason != R_KILLED || (WIFSIGNALED(status) && !o->signaled_alone)))
             kill_tree(0, o->id, o, 0, SIGKILL);
         try_finish(o);
         return;

@@ -143,7 +143,8 @@ class Exec(Request, frozen=True, tag="exec"):
     stdin: bool
     """DATA on STDIN follows, until EOF. Otherwise stdin is /dev/null."""
     tty: bool
-    """A terminal of its own: all output on STDOUT, RESIZE works, hang-up when the channel's EOF is sent."""
+    """A terminal of its own: all output on STDOUT, RESIZE works, EOF types the end of input (^D)
+    there, TERM is `xterm` unless given."""
     rows: int
     columns: int
     timeout_ms: int
