@@ -67,6 +67,7 @@ class _Watched:
         finally:
             timer.cancel()
         if late.is_set():
+            response.close()
             raise TimeoutError("its answer's head took too long")
         return response
 
@@ -226,6 +227,8 @@ def translated(what: str, url: str = "") -> Iterator[None]:
         if e.args and isinstance(e.args[0], ssl.SSLEOFError | ssl.SSLZeroReturnError):
             raise Unavailable(f"{what}: the connection to {host} broke: {_said(e)}") from e
         raise ProtocolError(f"{what}: TLS with {host}: {_said(e)}: name its certificate authority") from e
+    except (urllib3.exceptions.NewConnectionError, urllib3.exceptions.ProxyError) as e:
+        raise Unavailable(f"{what}: no connection to {host}: {_said(e)}") from e
     except (urllib3.exceptions.TimeoutError, TimeoutError) as e:
         raise Unavailable(f"{what}: {host} does not answer: {_said(e)}") from e
     except urllib3.exceptions.ProtocolError as e:
@@ -233,8 +236,6 @@ def translated(what: str, url: str = "") -> Iterator[None]:
         if isinstance(cause, http.client.HTTPException) and not isinstance(cause, _BROKEN_OFF):
             raise ProtocolError(f"{what}: {host} answers what is no HTTP: {_said(cause)}") from e
         raise Unavailable(f"{what}: the connection to {host} broke: {_said(cause)}") from e
-    except (urllib3.exceptions.NewConnectionError, urllib3.exceptions.ProxyError) as e:
-        raise Unavailable(f"{what}: no connection to {host}: {_said(e)}") from e
     except (urllib3.exceptions.HTTPError, http.client.HTTPException, UnicodeError, ValueError) as e:
         raise ProtocolError(f"{what}: {host}: {_said(e)}") from e
     except OSError as e:
