@@ -85,7 +85,6 @@ def _make(suite: str, work: Path) -> None:
     _bootstrap(suite, root)
     print("kernel-vm: adding Python packages, making disks", flush=True)
     _python_packages(suite, root)
-    _base_layer(root)
     version = _kernel(root, work)
     _initramfs(root, version, work / "initramfs")
     (root / "dsec").mkdir()
@@ -121,10 +120,6 @@ def _python_packages(suite: str, root: Path) -> None:
         *(*platforms, *_requirements()),
     )
     _run("chroot", root, "python3", "-m", "compileall", "-q", f"/usr/local/lib/python{version}/dist-packages")
-
-
-def _base_layer(root: Path) -> None:
-    """A layer for the tests to use: the guest has no network to make one from."""
 
 
 def _kernel(root: Path, work: Path) -> str:

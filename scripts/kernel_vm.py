@@ -39,7 +39,7 @@ FULL = [
     "tests/backends",
     "tests/linux",
     "-k",
-    "not fd and not fake",
+    "not fake",
 ]
 KVM_DEADLINE_S = 8
 BOOT_DEADLINE_S = 90

@@ -20,10 +20,13 @@ from dsec.backends.container.backend import ContainerBackend
 from dsec.backends.fake import FakeBackend, FakeHost
 from dsec.core.ids import new_edge_id, new_sandbox_id
 from dsec.core.specs import SandboxSpec, validate
+from dsec.linux.probe import overlay_by_fd
 
 KERNEL = pytest.mark.kernel
+WHY_NO_FD = overlay_by_fd()
+BY_DESCRIPTOR = pytest.mark.skipif(bool(WHY_NO_FD), reason=f"no overlay by descriptor here: {WHY_NO_FD}")
 CONTAINERS = [
-    pytest.param("fd", marks=KERNEL, id="container-fd"),
+    pytest.param("fd", marks=[KERNEL, BY_DESCRIPTOR], id="container-fd"),
     pytest.param("staged", marks=KERNEL, id="container-staged"),
 ]
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.backends.conftest import Rig
+from tests.backends.conftest import CONTAINERS, Rig, make_rig
 from tests.backends.inside import Inside
 from tests.backends.root import image_of
 
 from dsec.backends.base import LayerRef
-from dsec.backends.container import backend, pool
+from dsec.backends.container import backend, dev, pool
 from dsec.core.errors import DSecError, LaunchFailed, LayerCorrupt, Unavailable, UnknownLayer
+from dsec.linux.syscalls import MS_BIND, MS_SHARED, mount, umount2
 
 pytestmark = pytest.mark.kernel
 
@@ -203,6 +206,39 @@ async def test_only_the_sandboxes_own_is_seen(container: Rig) -> None:
     inside.close()
 
 
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[Path]:
+    """A directory whose mounts are shared, as all are on a host that systemd runs."""
+    (where := tmp_path / "shared").mkdir(mode=0o700)
+    mount(str(where), where, "", MS_BIND)
+    mount("", where, "", MS_SHARED)
+    yield where
+    umount2(where)
+
+
+@pytest.fixture(params=CONTAINERS)
+async def shared_rig(
+    request: pytest.FixtureRequest, shared: Path, base_layer: LayerRef, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Rig]:
+    """With a /dev that has a place on the host, as before Linux 6.15."""
+
+    def refuse(_: int) -> int:
+        raise OSError(errno.EINVAL, "only what has a place is cloned")
+
+    monkeypatch.setattr(dev, "clone", refuse)
+    async for rig in make_rig(request.param, shared, base_layer):
+        yield rig
+
+
+async def test_mounts_of_a_sandbox_are_seen_nowhere_else(shared_rig: Rig) -> None:
+    sandboxes = [await shared_rig.inside() for _ in range(3)]
+    for _, inside in sandboxes:
+        for place in ("/dev/pts", "/dev/shm"):
+            assert await inside.text(f"grep -c ' {place} ' /proc/self/mountinfo") == "1"
+        inside.close()
+    assert f"{shared_rig.data}/run/dev/" not in Path("/proc/self/mountinfo").read_text()
+
+
 async def test_open_files_limit_and_no_core(container: Rig) -> None:
     _, inside = await container.inside(open_files_limit=100)
     assert await inside.text("ulimit -n; ulimit -c") == "100\n0"
@@ -315,11 +351,12 @@ async def test_ended_from_outside_is_told(container: Rig) -> None:
     sock.close()
 
 
-async def test_data_directory_with_a_long_path(tmp_path: Path, base_layer: LayerRef) -> None:
+@pytest.mark.parametrize("kind", CONTAINERS)
+async def test_data_directory_with_a_long_path(tmp_path: Path, base_layer: LayerRef, kind: str) -> None:
     """A socket's path holds 107 bytes; the data directory's may be longer."""
     data = tmp_path / ("x" * 150)
     data.mkdir(mode=0o700)
-    rig = Rig("fd", data, base_layer)
+    rig = Rig(kind, data, base_layer)
     await rig.backend.open()
     handle, sock = await rig.launch()
     sock.close()
@@ -357,11 +394,12 @@ async def test_a_launcher_that_ends_is_replaced(container: Rig) -> None:
     await container.backend.destroy(handle)
 
 
+@pytest.mark.parametrize("kind", CONTAINERS)
 async def test_plain_directories_where_there_is_no_btrfs(
-    tmp_path: Path, base_layer: LayerRef, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, base_layer: LayerRef, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     (data := tmp_path / "data").mkdir(mode=0o700)
-    rig = Rig("fd", data, base_layer)
+    rig = Rig(kind, data, base_layer)
     with monkeypatch.context() as patch:
         patch.setattr(pool.shutil, "which", lambda _: None)
         await rig.backend.open()

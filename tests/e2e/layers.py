@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import tempfile
 from pathlib import Path
+
+from tests.backends.root import build_root
 
 from dsec.core.images import ImageConfig
 from dsec.layers.build import Builder, Wanted
@@ -19,13 +22,24 @@ def _suite() -> str:
     return release.get("VERSION_CODENAME", "bookworm")
 
 
+def _make_base(builder: Builder) -> None:
+    wanted = Wanted(name="base", kind="base")
+    if "DSEC_KERNEL_VM" not in os.environ:
+        builder.from_suite(_suite(), ["python3-minimal"], wanted)
+        return
+    with tempfile.TemporaryDirectory() as name:  # there is no network in the VM
+        build_root(Path(name))
+        Path(name).chmod(0o755)
+        builder.from_directory(Path(name), wanted)
+
+
 def _base() -> Path:
-    """A store that holds `base`, made by mmdebstrap the first time."""
+    """A store that holds `base`, made the first time: a suite, or in the kernel VM its own programs."""
     if not CACHE.exists():
         beside = CACHE.with_name(f"test-store.{os.getpid()}")
         beside.mkdir(parents=True)
         with LayerStore(beside) as store:
-            Builder(store).from_suite(_suite(), ["python3-minimal"], Wanted(name="base", kind="base"))
+            _make_base(Builder(store))
         beside.rename(CACHE)
     return CACHE
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -147,6 +148,14 @@ def test_subvolume_with_a_limit(pool: int) -> None:
 def test_probes_leave_nothing() -> None:
     for trial in (probe.overlay_by_fd, probe.erofs_file_mount, probe.userns_with_maps):
         assert isinstance(trial(), str)
+
+
+def test_newer_kernels_take_the_newer_path() -> None:
+    """Runs by descriptor are skipped where the kernel cannot: a broken trial must not pass for that."""
+    release = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
+    if release < (6, 15):
+        pytest.skip("this kernel may not have overlay by descriptor")
+    assert probe.overlay_by_fd() == ""
 
 
 def test_mount_refuses_a_write(tmp_path: Path) -> None:

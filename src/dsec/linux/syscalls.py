@@ -50,6 +50,7 @@ MS_NOATIME: Final = 0x400
 MS_BIND: Final = 0x1000
 MS_REC: Final = 0x4000
 MS_PRIVATE: Final = 0x40000
+MS_SHARED: Final = 0x100000
 MNT_DETACH: Final = 2
 
 CLONE_FS: Final = 0x200

@@ -10,7 +10,7 @@ from typing import Final
 
 from dsec.backends.container.layers import clone
 from dsec.linux.probe import detached_tmpfs
-from dsec.linux.syscalls import MNT_DETACH, move_mount, umount2
+from dsec.linux.syscalls import MNT_DETACH, MS_PRIVATE, mount, move_mount, umount2
 
 DEVICES: Final = {
     "null": (1, 3),
@@ -56,6 +56,9 @@ def _attached(fd: int, place: Path) -> int:
     place.mkdir(mode=0o700)
     try:
         move_mount(fd, place)
+        # Where the host's mounts are shared (systemd), each clone would be a peer of this one, and what one
+        # sandbox mounts below its /dev would cover that of all others and of the host.
+        mount("", place, "", MS_PRIVATE)
         return os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     finally:
         os.close(fd)
