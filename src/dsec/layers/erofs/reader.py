@@ -38,6 +38,8 @@ from dsec.layers.erofs.tree import (
 _DIRECT: Final = 64
 """Ends of files of at most this are read at once: a reference would be larger."""
 
+_OWNERS: Final = 1 << 16
+
 
 class Limits(NamedTuple):
     inodes: int = 20_000_000
@@ -80,6 +82,8 @@ class _Reader:
         """A bit for each nid that was met, 128 to a number."""
         self._linked: dict[int, Inode] = {}
         """Those of several names."""
+        self._owners: dict[tuple[int, int, int], tuple[int, int, int]] = {}
+        """Most inodes have their modes and owners in common, and so the numbers in memory too."""
         self._missing: dict[int, int] = {}
         """How many of their names have not been met."""
 
@@ -170,7 +174,10 @@ class _Reader:
         return parse_header(self._image, self._super, nid)
 
     def _inode(self, header: Header) -> Inode:
-        common = (header.mode, header.uid, header.gid, header.mtime_ns, self._xattrs.of(header))
+        owner = (header.mode, header.uid, header.gid)
+        if len(self._owners) < _OWNERS:
+            owner = self._owners.setdefault(owner, owner)
+        common = (*owner, header.mtime_ns, self._xattrs.of(header))
         kind = stat.S_IFMT(header.mode)
         if kind == stat.S_IFREG:
             tail = inline_size(header)
