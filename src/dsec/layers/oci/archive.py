@@ -67,11 +67,10 @@ class Directory:
             raise NotFound(f"{what}: {name} is not there") from None
         except OSError as e:
             raise InvalidArgument(f"{what}: reading {name}: {e.strerror}") from e
-        file = io.FileIO(fd, "rb")
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            file.close()
+            os.close(fd)
             raise InvalidArgument(f"{what}: {name} is no regular file")
-        return file
+        return io.FileIO(fd, "rb")
 
     def _refuse_links(self, path: Path) -> None:
         above = path.parent

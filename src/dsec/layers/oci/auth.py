@@ -13,7 +13,7 @@ import msgspec
 
 from dsec.core.errors import ProtocolError, Unauthenticated, Unavailable
 from dsec.layers.oci.credentials import Credentials
-from dsec.layers.oci.http import Body, Http, is_local, origin
+from dsec.layers.oci.http import Http, is_local, origin
 from dsec.layers.oci.model import decode
 
 MAX_ANSWER: Final = 1 << 20
@@ -85,7 +85,7 @@ class Authorizer:
             query = [("service", service)] if service else []
             query += [("scope", s) for s in scope.split()]
             headers = {"Authorization": known.basic()} if known and known.password else {}
-            response = self._send("GET", _with_query(realm, query), headers, None, what)
+            response = self._http.send("GET", _with_query(realm, query), headers, None, what)
         return self._token(response, what)
 
     def _trade(self, realm: str, service: str, scope: str, token: str, what: str) -> Any:
@@ -97,23 +97,7 @@ class Authorizer:
             "refresh_token": token,
         }
         headers = {"Content-Type": "application/x-www-form-urlencoded"}
-        return self._send("POST", realm, headers, urllib.parse.urlencode(form).encode(), what)
-
-    def _send(self, method: str, url: str, headers: dict[str, str], body: Body, what: str) -> Any:
-        """A service that fails for a moment is asked again."""
-        patience = self._http.patience
-        for attempt in range(patience.attempts):
-            last = attempt + 1 == patience.attempts
-            try:
-                response = self._http.send(method, url, headers, body, what)
-                if response.status not in (429, 500, 502, 503, 504) or last:
-                    return response
-                response.close()
-            except Unavailable:
-                if last:
-                    raise
-            time.sleep(min(patience.backoff * 2**attempt, patience.longest))
-        raise Unavailable(f"{what}: no answer")
+        return self._http.send("POST", realm, headers, urllib.parse.urlencode(form).encode(), what)
 
     def _token(self, response: Any, what: str) -> tuple[str, float]:
         data = self._http.read(response, MAX_ANSWER, what)

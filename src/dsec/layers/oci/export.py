@@ -379,4 +379,5 @@ def _disk(path: Path) -> Iterator[None]:
             raise DiskFull(f"writing an image to {path}: {e.strerror}: free some space") from e
         if e.errno is None:
             raise
-        raise InvalidArgument(f"writing an image to {path}: {e.strerror}") from e
+        where = f"{e.filename}: " if e.filename else ""
+        raise InvalidArgument(f"writing an image to {path}: {where}{e.strerror}") from e
