@@ -35,6 +35,7 @@ def test_auths(config: Any) -> None:
     assert find("empty.io", path) is None
     assert find("other.io", path) is None
     assert find("r.io:5000", path) is None
+    assert find("r.io", config(auths={"r.io/private": {"auth": PAIR}})) is None
 
 
 def test_tokens(config: Any) -> None:

@@ -344,3 +344,18 @@ def test_where_nothing_can_be_written(tmp_path: Path) -> None:
         write_archive(tmp_path / "file/a.tar", new_image())
     with pytest.raises(InvalidArgument, match="level 10"):
         write_archive(tmp_path / "a.tar", new_image(), level=10)
+
+
+def test_writing_again_mends(layout: tuple[Path, Written], image: NewImage) -> None:
+    whole = blob(layout).read_bytes()
+    blob(layout).write_bytes(bytes(len(whole)))
+    write_layout(layout[0], image)
+    assert blob(layout).read_bytes() == whole
+
+
+def test_names_cannot_speak_to_a_terminal(layout: tuple[Path, Written]) -> None:
+    index = json.loads((layout[0] / "index.json").read_bytes())
+    index["manifests"][0]["annotations"] = {"org.opencontainers.image.ref.name": "\x1b[2Jx"}
+    (layout[0] / "index.json").write_text(json.dumps(index))
+    with pytest.raises(NotFound, match=r"there is \?\[2Jx"):
+        open_image(f"oci:{layout[0]}:other")

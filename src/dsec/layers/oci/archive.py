@@ -15,12 +15,12 @@ import tempfile
 from pathlib import Path
 from typing import IO, Final, Protocol, cast
 
-from dsec.core.errors import InvalidArgument, LayerCorrupt, NotFound, PayloadTooLarge
+from dsec.core.errors import DiskFull, InvalidArgument, LayerCorrupt, NotFound, PayloadTooLarge
 from dsec.layers.decompress import DAMAGED, Decompressed
 from dsec.layers.oci.streams import BUFFER, Section, read_all
 
 MAX_MEMBERS: Final = 100_000
-MAX_ARCHIVE: Final = 256 << 30
+MAX_ARCHIVE: Final = 64 << 30
 """Bytes of an archive that is compressed as a whole, when it is not."""
 MAX_NAME: Final = 4096
 _MAX_HEADER: Final = 1 << 20
@@ -211,6 +211,8 @@ def _spooled(stream: Decompressed, what: str) -> IO[bytes]:
         raise PayloadTooLarge(f"{what}: {e.message}") from e
     except DAMAGED as e:
         file.close()
+        if isinstance(e, OSError) and e.errno in (28, 122):
+            raise DiskFull(f"{what}: decompressing it to {tempfile.gettempdir()}: {e.strerror}") from e
         if isinstance(e, OSError) and e.errno is not None:
             raise
         raise LayerCorrupt(f"{what}: damaged or cut short: {e!s:.300}") from e

@@ -14,7 +14,7 @@ import msgspec
 from dsec.core.errors import ProtocolError, Unauthenticated, Unavailable
 from dsec.layers.oci.credentials import Credentials
 from dsec.layers.oci.http import Http, is_local, origin
-from dsec.layers.oci.model import decode
+from dsec.layers.oci.model import decode, printable
 
 MAX_ANSWER: Final = 1 << 20
 MAX_TOKEN: Final = 64 << 10
@@ -76,7 +76,7 @@ class Authorizer:
 
     def _fetch(self, challenge: dict[str, str], scope: str, what: str) -> tuple[str, float]:
         realm = self._check_realm(challenge.get("realm", ""), what)
-        what = f"{what}: a token of {origin(realm)[1]}"
+        what = f"{what}: a token of {printable(origin(realm)[1])}"
         service = challenge.get("service", "")
         known = self._credentials
         if known and known.identity_token:

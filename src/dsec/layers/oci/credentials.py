@@ -20,6 +20,7 @@ MAX_FILE: Final = 1 << 20
 HELPER_TIMEOUT: Final = 30.0
 _HUB_KEY: Final = "https://index.docker.io/v1/"
 _HELPER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
+_URL: Final = re.compile(r"^(?:https?://)?([^/]*)(?:/v[12])?/?\Z")
 _TOKEN_USER: Final = "<token>"
 _UNKNOWN: Final = "credentials not found"
 
@@ -36,6 +37,9 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         return f"Credentials({self.username!r}, ...)"
+
+    def __rich_repr__(self) -> list[tuple[str, str]]:
+        return [("username", self.username)]
 
     def basic(self) -> str:
         """The value of an Authorization header."""
@@ -98,7 +102,7 @@ def _look_up(file: _File, host: str, path: Path) -> Credentials | None:
 
 def _host(key: str) -> str:
     """Keys are hosts, or URLs of old."""
-    name = re.sub(r"^https?://", "", key).partition("/")[0]
+    name = _URL.sub(r"\1", key)
     return HUB if name in ("index.docker.io", "registry-1.docker.io") else name
 
 

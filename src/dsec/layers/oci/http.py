@@ -19,6 +19,7 @@ import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
 from dsec.core.errors import InvalidArgument, PayloadTooLarge, ProtocolError, Unavailable
+from dsec.layers.oci.model import printable
 
 Body = bytes | Callable[[], IO[bytes]] | None
 """What is sent: bytes, or what opens a stream of them anew for each try."""
@@ -106,12 +107,20 @@ class Http:
         Raises Unavailable for a server that does not answer, ProtocolError for one that answers what is no
         HTTP or whose certificate is not trusted.
         """
+        if not callable(body):
+            return self._send(method, url, headers, body, what)
+        with body() as stream:
+            return self._send(method, url, headers, stream, what)
+
+    def _send(
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes | IO[bytes] | None, what: str
+    ) -> Any:
         with translated(what, url):
             return self._manager(url).request(
                 method,
                 url,
                 headers=dict(headers),
-                body=body() if callable(body) else body,
+                body=body,
                 redirect=False,
                 retries=False,
                 preload_content=False,
@@ -220,7 +229,7 @@ def follow(url: str, location: str, what: str) -> str:
 @contextlib.contextmanager
 def translated(what: str, url: str = "") -> Iterator[None]:
     """Errors of the library as typed ones that name what was being done."""
-    host = urllib.parse.urlsplit(url).netloc.rpartition("@")[2] or "the server"
+    host = printable(urllib.parse.urlsplit(url).netloc.rpartition("@")[2]) or "the server"
     try:
         yield
     except urllib3.exceptions.SSLError as e:
@@ -248,5 +257,4 @@ _BROKEN_OFF: Final = (http.client.RemoteDisconnected, http.client.IncompleteRead
 
 
 def _said(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {error}"
-    return "".join(c if c.isprintable() else "?" for c in text[:300])
+    return printable(f"{type(error).__name__}: {error}", 300)

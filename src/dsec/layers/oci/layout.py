@@ -9,7 +9,15 @@ import msgspec
 
 from dsec.core.errors import DSecError, InvalidArgument, NotFound, Unsupported
 from dsec.layers.oci.archive import Files, read_small
-from dsec.layers.oci.model import MAX_MANIFEST, OCI_INDEX, Descriptor, Index, decode, parse_manifest
+from dsec.layers.oci.model import (
+    MAX_MANIFEST,
+    OCI_INDEX,
+    Descriptor,
+    Index,
+    decode,
+    parse_manifest,
+    printable,
+)
 from dsec.layers.oci.platforms import Platform
 from dsec.layers.oci.source import MAX_DECOMPRESSED, Image, check_platform, fetch, resolve
 
@@ -85,7 +93,7 @@ def _entry(index: Index, tag: str, reference: str) -> Descriptor:
 
 def _unclear(index: Index, tag: str, reference: str) -> DSecError:
     there = sorted({n for e in index.manifests for n in _names(e)})[:20]
-    names = ", ".join(n[:100] for n in there) or "nothing with a name"
+    names = ", ".join(printable(n) for n in there) or "nothing with a name"
     if tag:
         return NotFound(f"{reference}: no image {tag!r}, or several; there is {names}")
     return InvalidArgument(f"{reference}: {len(index.manifests)} images: name one after a colon; {names}")

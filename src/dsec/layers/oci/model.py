@@ -152,6 +152,11 @@ class _Probe(msgspec.Struct, kw_only=True, rename="camel"):
         return bytes(getattr(self, name)) not in (b"", b"null")
 
 
+def printable(text: str, limit: int = 100) -> str:
+    """For a message: what comes from outside may hold what a terminal obeys."""
+    return "".join(c if c.isprintable() else "?" for c in text[:limit])
+
+
 def digest_of(data: bytes) -> str:
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from dsec.core.errors import InvalidArgument, NotFound
-from dsec.layers.oci.model import Descriptor
+from dsec.layers.oci.model import Descriptor, printable
 
 _ARCHITECTURES: Final = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "arm", "i686": "386"}
 _FORM: Final = re.compile(r"[a-z0-9_.-]{1,32}/[a-z0-9_.-]{1,32}(?:/[a-z0-9_.-]{1,32})?\Z")
@@ -73,4 +73,4 @@ def _acceptable(wanted: Platform) -> list[str]:
 
 def _shown(entry: Descriptor) -> str:
     p = entry.platform
-    return str(Platform(p.os, p.architecture, p.variant or ""))[:100] if p else "one without a platform"
+    return printable(str(Platform(p.os, p.architecture, p.variant or ""))) if p else "one without a platform"

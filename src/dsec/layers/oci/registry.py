@@ -25,7 +25,15 @@ from dsec.core.errors import (
 from dsec.layers.oci.auth import Authorizer
 from dsec.layers.oci.credentials import Credentials
 from dsec.layers.oci.http import Body, Http, Patience, follow, is_local, origin
-from dsec.layers.oci.model import INDEXES, MANIFESTS, MAX_MANIFEST, Descriptor, check_document, digest_of
+from dsec.layers.oci.model import (
+    INDEXES,
+    MANIFESTS,
+    MAX_MANIFEST,
+    Descriptor,
+    check_document,
+    digest_of,
+    printable,
+)
 from dsec.layers.oci.reference import DIGEST, HUB
 
 MAX_REDIRECTS: Final = 5
@@ -303,8 +311,7 @@ class Registry:
             first = msgspec.json.decode(data, type=_Errors).errors[0]
         except (DSecError, msgspec.MsgspecError, ValueError, RecursionError, IndexError):
             return ""
-        text = f"{first.code}: {first.message}"[:200]
-        return f" ({''.join(c if c.isprintable() else '?' for c in text)})"
+        return f" ({printable(f'{first.code}: {first.message}', 200)})"
 
 
 _KINDS: Final[tuple[tuple[tuple[int, ...], type[DSecError], str], ...]] = (

@@ -17,6 +17,7 @@ from dsec.layers.oci.model import (
     digest_of,
     parse_config,
     parse_manifest,
+    printable,
 )
 from dsec.layers.oci.platforms import Platform, choose, here
 from dsec.layers.oci.streams import BUFFER, Checked, Tar, read_all
@@ -140,4 +141,4 @@ def check_platform(image: Image, platform: Platform | None) -> None:
     config = image.config
     if platform and (config.os, config.architecture) != (platform.os, platform.architecture):
         is_for = Platform(config.os, config.architecture)
-        raise NotFound(f"{image.reference}: nothing for {platform}: it is for {is_for}")
+        raise NotFound(f"{image.reference}: nothing for {platform}: it is for {printable(str(is_for))}")
