@@ -80,6 +80,16 @@ def test_a_vast_sparse_file_costs_little(tmp_path: object) -> None:
     assert maker.done().blobs[0].blocks * BLOCK == 1 << 28
 
 
+def test_zeros_in_a_unit_that_is_no_hole_are_kept() -> None:
+    """Holes of a file of 8 GiB are of 128 KiB at least."""
+    maker = Maker()
+    data = bytes(HOLE_SIZE) + some(100) + bytes(HOLE_SIZE - 100) + bytes(2 * HOLE_SIZE) + some(100, 1)
+    extents, _ = maker.writer.add(io.BytesIO(data), 8 << 30, [(0, len(data))])
+    assert [(e.blob, e.blocks) for e in extents] == [(0, 32), (HOLE, 32), (0, 32), (HOLE, (8 << 18) - 96)]
+    assert maker.blob.getvalue()[: 2 * HOLE_SIZE] == data[: 2 * HOLE_SIZE]
+    assert maker.blob.getvalue()[2 * HOLE_SIZE :].rstrip(b"\0") == some(100, 1)
+
+
 @st.composite
 def sparse(draw: st.DrawFn) -> tuple[bytes, list[Run]]:
     size = draw(st.sampled_from([0, 5, 5000, 65536, 200_000, 300_001]))

@@ -23,6 +23,7 @@ from tests.layers.erofs.layers import (
 from dsec.layers.erofs.merge import merge
 from dsec.layers.erofs.reader import read
 from dsec.layers.erofs.tree import Tree
+from dsec.linux import syscalls
 
 pytestmark = pytest.mark.kernel
 CAPABILITY = struct.pack("<IIIII", 0x02000001, 1 << 10, 0, 0, 0)
@@ -166,6 +167,41 @@ def test_several_blobs(tmp_path: Path) -> None:
         }
 
 
+def test_more_blobs_than_fit_in_the_options_of_mount(tmp_path: Path) -> None:
+    """mount(2) takes a page of options. The newer calls take one option at a time."""
+    tree = Tree()
+    for index in range(300):
+        maker = Maker()
+        maker.file(b"f%d" % index, b"%04d" % index * 2048)
+        maker.save(tmp_path / "blobs")
+        tree = merge(tree, maker.tree, keep_whiteouts=True)
+    saved = save(tree, tmp_path / "blobs", tmp_path / "meta")
+    root = tmp_path / "mnt"
+    root.mkdir()
+    attach(saved, root)
+    try:
+        assert all((root / f"f{n}").read_bytes() == b"%04d" % n * 2048 for n in range(300))
+    finally:
+        syscalls.umount2(root)
+
+
+def attach(saved: Saved, where: Path) -> None:
+    context = syscalls.fsopen("erofs")
+    try:
+        syscalls.fsconfig_string(context, "source", str(saved.meta))
+        for blob in saved.blobs:
+            syscalls.fsconfig_string(context, "device", str(blob))
+        syscalls.fsconfig_flag(context, "ro")
+        syscalls.fsconfig_create(context, "mounting")
+        mount = syscalls.fsmount(context, syscalls.MOUNT_ATTR_RDONLY)
+    finally:
+        os.close(context)
+    try:
+        syscalls.move_mount(mount, where)
+    finally:
+        os.close(mount)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_random_layers(tmp_path: Path, seed: int) -> None:
     maker = Random(seed, overlay=False).layer(60)
@@ -193,3 +229,20 @@ def test_in_an_overlay(tmp_path: Path) -> None:
     with overlay(tmp_path, [lower, upper]) as root:
         assert sorted(os.listdir(root / "d")) == ["seen"] and os.listdir(root / "o") == ["new"]
         assert (root / "d" / "seen").read_bytes() == b"1" * 10_000
+
+
+def test_small_files_as_the_tools_of_others_see_them(tmp_path: Path) -> None:
+    """fsck.erofs reads them all, and writes them out again."""
+    maker = Maker()
+    rng = random.Random(5)
+    for number in range(300):
+        maker.file(b"%d/%d" % (number % 7, number), rng.randbytes(rng.randrange(3000)), mtime_ns=5 * 10**9)
+    maker.symlink(b"link", b"t" * 4000)
+    saved = maker.save(tmp_path / "layer")
+    out = tmp_path / "out"
+    subprocess.run(
+        ["fsck.erofs", f"--extract={out}", saved.meta], check=True, capture_output=True, timeout=60
+    )
+    expected = snapshot_tree(maker.tree, {})
+    found = snapshot_directory(out)
+    assert {p: e.content for p, (e, _) in found.items()} == {p: e.content for p, (e, _) in expected.items()}

@@ -129,3 +129,18 @@ def test_nothing_but_the_stats_tells_what_devices_there_are() -> None:
     stats = write(tree, io.BytesIO(), uuid=UUID)
     assert [b.digest[0] for b in stats.blobs] == ["a", "c"] and stats.inodes == 3
     assert isinstance(tree.root, Directory) and tree.root.nlink == 2
+
+
+def test_the_root_is_found_behind_as_many_blobs_as_there_can_be() -> None:
+    tree = Tree(blobs=[Blob(f"{n:064x}", 1000) for n in range(4096)])
+    for number in range(4096):
+        tree.put(b"%d" % number, File(REG, size=BLOCK, extents=(Extent(number, 999, 1),)))
+    tree.root.xattrs = {b"user.a": bytes(60_000)}
+    again = read(io.BytesIO(written(tree)))
+    assert again.blobs == tree.blobs and again.root.xattrs == tree.root.xattrs
+    last = again.lookup(b"4095")
+    assert isinstance(last, File) and last.extents == (Extent(4095, 999, 1),)
+    tree.blobs.append(Blob("f" * 64, 1))
+    tree.put(b"more", File(REG, size=BLOCK, extents=(Extent(4096, 0, 1),)))
+    with pytest.raises(InvalidArgument, match="4097 blobs"):
+        written(tree)

@@ -76,7 +76,7 @@ class _Reader:
     def __init__(self, file: BinaryIO, limits: Limits) -> None:
         self._file = file
         self._limits = limits
-        self.where = "its start"
+        self._place: tuple[object, ...] = ("its start",)
         self._count = 0
         self._seen: dict[int, int] = {}
         """A bit for each nid that was met, 128 to a number."""
@@ -86,6 +86,11 @@ class _Reader:
         """Most inodes have their modes and owners in common, and so the numbers in memory too."""
         self._missing: dict[int, int] = {}
         """How many of their names have not been met."""
+
+    @property
+    def where(self) -> str:
+        """What is being looked at."""
+        return " ".join(str(part) for part in self._place)
 
     def read(self, digest: str | None) -> Tree:
         self._image = Image(self._file)
@@ -102,7 +107,7 @@ class _Reader:
 
     def _root(self) -> _Pending:
         nid = self._super.root
-        self.where = f"the root, inode {nid}"
+        self._place = "the root, inode", nid
         header = self._header(nid)
         inode = self._inode(header)
         if not isinstance(inode, Directory):
@@ -111,23 +116,24 @@ class _Reader:
         return _Pending(inode, header, nid, 0)
 
     def _check_counts(self) -> None:
-        self.where = "its counts"
+        self._place = ("its counts",)
         if self._count != self._super.inodes:
             raise Bad(f"{self._count} inodes, of which it says {self._super.inodes}")
         if any(self._missing.values()):
-            raise Bad("an inode with fewer names than it says")
+            raise Bad("an inode that has not as many names as it says")
 
     def _fill(self, pending: _Pending) -> list[_Pending]:
         """Reads the entries; those directories in it that wait for the same."""
         here, header, parent, depth = pending
         if depth > self._limits.depth:
             raise Bad(f"directories more than {self._limits.depth} deep")
+        self._place = "the directory, inode", here.nid
         dots = {b".": here.nid, b"..": parent}
         below: list[_Pending] = []
         last = b""
         for block in blocks_of(self._image, self._addresses, header):
             for name, nid, kind in entries_of(block):
-                self.where = f"inode {nid}, {name!r} in the directory {here.nid}"
+                self._place = "inode", nid, name, "in the directory", here.nid
                 if name <= last or len(name) > MAX_NAME or b"/" in name or b"\0" in name:
                     raise Bad("a name that is out of order, or that no file can have")
                 last = name
@@ -136,7 +142,7 @@ class _Reader:
                 else:
                     here.children[name] = self._child(nid, kind, here, below, depth)
         if dots or header.nlink != 2 + len(below):
-            raise Bad(f"the directory {here.nid} without '.' or '..', or with {header.nlink} links")
+            raise Bad(f"a directory without '.' or '..', or with {header.nlink} links")
         return below
 
     def _check_dot(self, expected: int, nid: int, kind: int) -> None:
@@ -147,8 +153,6 @@ class _Reader:
         inode = self._linked.get(nid)
         if inode is not None:
             self._missing[nid] -= 1
-            if self._missing[nid] < 0:
-                raise Bad("more names than it says")
         else:
             header = self._header(nid)
             inode = self._inode(header)
