@@ -242,14 +242,3 @@ def test_what_is_not_there(registry: Served, tmp_path: Path) -> None:
     for name in (f"{tmp_path}/none", f"oci:{tmp_path}/none", f"docker-archive:{tmp_path}/none:x"):
         with pytest.raises(NotFound, match="no such file"):
             open_image(name)
-
-
-def test_docker_loads_what_is_written(image: NewImage, tmp_path: Path) -> None:
-    if subprocess.run(["docker", "info"], capture_output=True, timeout=20, check=False).returncode:
-        pytest.skip("no Docker daemon answers here")
-    write_archive(tmp_path / "a.tar", image, "docker", name="dsec-test/loaded:1")
-    done = subprocess.run(
-        ["docker", "load", "-i", tmp_path / "a.tar"], capture_output=True, timeout=60, check=True
-    )
-    assert b"dsec-test/loaded:1" in done.stdout
-    subprocess.run(["docker", "rmi", "dsec-test/loaded:1"], capture_output=True, timeout=60, check=True)
