@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import shutil
 import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from tests.backends.inside import Inside
 from tests.backends.root import image_of
 
 from dsec.backends.base import LayerRef
-from dsec.backends.container import backend, dev, pool
+from dsec.backends.container import backend, dev
 from dsec.core.errors import DSecError, LaunchFailed, LayerCorrupt, Unavailable, UnknownLayer
 from dsec.linux.syscalls import MS_BIND, MS_SHARED, mount, umount2
 
@@ -275,7 +276,7 @@ async def test_damaged_layers(container: Rig, damaged: Path) -> None:
 
 
 STEPS = [
-    "layers.get",
+    "layers.use",
     "cgroups.create",
     "pool.create",
     "_map_ids",
@@ -401,7 +402,7 @@ async def test_plain_directories_where_there_is_no_btrfs(
     (data := tmp_path / "data").mkdir(mode=0o700)
     rig = Rig(kind, data, base_layer)
     with monkeypatch.context() as patch:
-        patch.setattr(pool.shutil, "which", lambda _: None)
+        patch.setattr(shutil, "which", lambda _: None)
         await rig.backend.open()
     fingerprint = await rig.backend.fingerprint()
     assert fingerprint.attributes["disk_limit"].startswith("none: there is no mkfs.btrfs")
