@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import ipaddress
 import socket
 import ssl
 import threading
@@ -196,7 +197,10 @@ def _proxy(url: str) -> str:
 def is_local(host: str) -> bool:
     """Whether the host (with or without a port) is this machine by its very name."""
     name = host if host.endswith("]") else host.rpartition(":")[0] or host
-    return name == "localhost" or name == "[::1]" or (name.startswith("127.") and name[4:5].isdigit())
+    try:
+        return name == "localhost" or ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def origin(url: str) -> tuple[str, str, int]:
