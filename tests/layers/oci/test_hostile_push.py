@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.layers.oci.conftest import QUICK, Handle, Server, answer
 
@@ -132,6 +134,21 @@ def test_an_upload_elsewhere_gets_no_credentials(taker: Taker, serve: Serve, ima
     with Registry(server.host, credentials=auth, patience=QUICK, plain_http=True) as to:
         push(to, Reference.parse(f"{server.host}/a/b:1"), image)
     assert len(other.requests) == 3 and all("authorization" not in h for _, _, h in other.requests)
+
+
+def test_an_answer_that_never_comes(taker: Taker, serve: Serve, image: NewImage) -> None:
+    waiting = threading.Event()
+
+    def wait(request: BaseHTTPRequestHandler) -> None:
+        waiting.wait(10)
+
+    failing(taker, "PUT", 9, wait)
+    server = serve(taker)
+    patience = msgspec.structs.replace(QUICK, commit=0.2, head=0.2, attempts=2)
+    to = Registry(server.host, patience=patience, plain_http=True)
+    with to, pytest.raises(Unavailable, match=r"pushing .*does not answer"):
+        push(to, Reference.parse(f"{server.host}/a/b:1"), image)
+    waiting.set()
 
 
 def test_pieces_that_get_lost(taker: Taker, serve: Serve, image: NewImage) -> None:

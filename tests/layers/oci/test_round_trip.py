@@ -28,6 +28,7 @@ from dsec.layers.oci import (
     write_archive,
     write_layout,
 )
+from dsec.layers.oci.model import OCI_INDEX, Index, PlatformSpec
 
 ALICE = Credentials(username=USER, password=PASSWORD)
 
@@ -178,6 +179,25 @@ def test_from_layout_to_registry_to_archive(image: NewImage, registry: Served, t
         same(third)
         assert third.raw_config == first.raw_config
     skopeo("inspect", f"docker-archive:{tmp_path}/a.tar")
+
+
+def test_an_index_in_a_registry(registry: Served) -> None:
+    name = f"{registry.host}/several"
+    entries = []
+    with Registry(registry.host) as to:
+        for tar, (architecture, variant) in zip(TARS, (("arm", "v6"), ("s390x", "")), strict=True):
+            config = OciConfig(os="linux", architecture=architecture, variant=variant)
+            written = push(to, Reference.parse(f"{name}:{architecture}"), NewImage(config, [layer_of(tar)]))
+            spec = PlatformSpec("linux", architecture, variant or None)
+            entries.append(msgspec.structs.replace(written.manifest, platform=spec))
+        index = msgspec.json.encode(Index(schema_version=2, media_type=OCI_INDEX, manifests=entries))
+        to.put_manifest("several", "1", index, OCI_INDEX)
+    for platform, number in (("linux/arm/v7", 0), ("linux/s390x", 1)):
+        with open_image(f"{name}:1", platform=platform) as found:
+            assert contents(found, 0) == TARS[number]
+            assert found.manifest_digest == entries[number].digest
+    with pytest.raises(NotFound, match=r"several:1: nothing for .*; there is linux/arm/v6, linux/s390x"):
+        open_image(f"{name}:1", platform="linux/arm/v5")
 
 
 def test_images_that_skopeo_pushes(image: NewImage, registry: Served, tmp_path: Path) -> None:

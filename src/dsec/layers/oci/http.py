@@ -34,6 +34,8 @@ class Patience(msgspec.Struct, frozen=True, kw_only=True):
     connect: float = 10.0
     read: float = 30.0
     """Between two pieces of an answer."""
+    commit: float = 300.0
+    """For the first piece of the answer to what was sent: the registry puts it away meanwhile."""
     head: float = 60.0
     """For the whole head of an answer, however it trickles in."""
     document: float = 120.0
@@ -52,6 +54,7 @@ class _Watched:
 
     deadline: ClassVar[float] = 60.0
     sock: Any
+    timeout: float | None
 
     def getresponse(self) -> Any:
         late = threading.Event()
@@ -61,7 +64,7 @@ class _Watched:
             with contextlib.suppress(OSError, AttributeError):
                 self.sock.shutdown(socket.SHUT_RDWR)
 
-        timer = threading.Timer(self.deadline, give_up)
+        timer = threading.Timer(max(self.deadline, self.timeout or 0), give_up)
         timer.daemon = True
         timer.start()
         try:
@@ -116,6 +119,7 @@ class Http:
     def _send(
         self, method: str, url: str, headers: Mapping[str, str], body: bytes | IO[bytes] | None, what: str
     ) -> Any:
+        read = self.patience.commit if method in ("PUT", "PATCH") else self.patience.read
         with translated(what, url):
             return self._manager(url).request(
                 method,
@@ -126,7 +130,7 @@ class Http:
                 retries=False,
                 preload_content=False,
                 decode_content=False,
-                timeout=urllib3.Timeout(connect=self.patience.connect, read=self.patience.read),
+                timeout=urllib3.Timeout(connect=self.patience.connect, read=read),
             )
 
     def read(self, response: Any, limit: int, what: str) -> bytes:
