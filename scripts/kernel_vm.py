@@ -34,7 +34,7 @@ SHORT = [
     *SERVER,
     "-k",
     "staged and (test_launch or recover_after or reclaim_after or destroy_is or stats or seen_nowhere)"
-    " or test_groups or test_listing or (test_burst and not container)",
+    " or test_groups or turned_on or test_listing or (test_burst and not container)",
 ]
 FULL = [
     "-v",

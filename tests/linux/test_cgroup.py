@@ -61,6 +61,28 @@ def test_groups() -> None:
     groups.close()
 
 
+@pytest.mark.kernel
+@pytest.mark.skipif("DSEC_KERNEL_VM" not in os.environ, reason="changes the root group")
+def test_controllers_that_are_off_at_the_root_are_turned_on() -> None:
+    groups = detect(new_edge_id())
+    assert isinstance(groups, V2)
+    Path(groups.root, "cgroup.subtree_control").write_text("-cpu -pids")
+    groups.open()
+    groups.create("box-1", Limits(64 << 20, 32, 0.5)).close()
+    assert Path(groups.base, "box/box-1/cpu.max").read_text() == "50000 100000\n"
+    assert Path(groups.base, "box/box-1/pids.max").read_text() == "32\n"
+    groups.remove("box-1")
+    groups.close()
+
+
+def test_what_cannot_be_turned_on_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cgroup.controllers").write_text("cpu memory pids\n")
+    (tmp_path / "dsec").mkdir()
+    (tmp_path / "dsec/cgroup.controllers").write_text("memory\n")
+    with pytest.raises(Unsupported, match="turning on cpu, pids below"):
+        V2(str(tmp_path), "e").open()
+
+
 def _join_and_exit(fds: list[int]) -> None:
     try:
         for fd in fds:

@@ -213,11 +213,25 @@ class V2:
 
     def open(self) -> None:
         enable = " ".join(f"+{c}" for c in CONTROLLERS)
-        for path in (self.top, self.base, f"{self.base}/box"):
+        _mkdir(self.top)
+        self._enable_at_root()
+        for path in (self.base, f"{self.base}/box", f"{self.base}/aether"):
             _mkdir(path)
-        _mkdir(f"{self.base}/aether")
         for path in (self.top, self.base, f"{self.base}/box"):
             _write(f"{path}/cgroup.subtree_control", enable)
+
+    def _enable_at_root(self) -> None:
+        """systemd turns on only what its units ask for, and often none asks for cpu. What is on stays on."""
+        missing = set(CONTROLLERS) - set((_read(f"{self.top}/cgroup.controllers") or "").split())
+        if not missing:
+            return
+        names = sorted(missing)
+        try:
+            _write(f"{self.root}/cgroup.subtree_control", " ".join(f"+{c}" for c in names))
+        except OSError as e:
+            raise Unsupported(
+                f"control groups: turning on {', '.join(names)} below {self.root}: {e.strerror}"
+            ) from e
 
     def close(self) -> None:
         for path in (f"{self.base}/aether", f"{self.base}/box", self.base):
