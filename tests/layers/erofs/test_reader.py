@@ -31,7 +31,7 @@ def sample() -> Tree:
     maker.file(b"a", b"a" * 100, xattrs={b"user.x": b"y"})
     maker.file(b"b", b"b" * 9000)
     maker.file(b"d/c", bytes(1 << 17) + b"c" * 100_000)
-    maker.symlink(b"l", b"t" * 4090)
+    maker.symlink(b"l", b"t" * 4090, xattrs={b"trusted.a": b"1", b"trusted.b": b"1"})
     maker.tree.link(b"a", b"a2")
     for number in range(400):
         maker.tree.put(b"big/entry%d" % number, maker.tree.root.children[b"b"])
@@ -66,6 +66,11 @@ def inode(path: bytes, field: str, value: int, form: struct.Struct = U16) -> Cal
     return lambda p: p.put(p.at(path) + INODE[field], form, value)
 
 
+def xattr(path: bytes, entry: int, offset: int, value: int) -> Callable[[Patient], None]:
+    """A byte of the entry that begins at `entry` behind the header."""
+    return lambda p: p.put(p.at(path) + EXTENDED.size + 12 + entry + offset, struct.Struct("<B"), value)
+
+
 def super_(offset: int, value: int, form: struct.Struct = U32) -> Callable[[Patient], None]:
     return lambda p: p.put(SUPER_OFFSET + offset, form, value)
 
@@ -95,6 +100,7 @@ DAMAGE: list[tuple[str, Callable[[Patient], None]]] = [
     ("features 0xc that are not|extra", super_(13, 1, struct.Struct("<B"))),
     ("features", super_(80, 0x2)),
     ("blocks, which it does not have", super_(36, 1 << 30)),
+    ("blocks, which it does not have", super_(32, 10**9)),
     ("inodes, of which it says", super_(16, 5, U64)),
     ("beyond its end", super_(40, 1 << 30)),
     ("60000 blobs", super_(86, 60000, U16)),
@@ -104,6 +110,10 @@ DAMAGE: list[tuple[str, Callable[[Patient], None]]] = [
     ("a format", inode(b"a", "format", 3)),
     ("a format", inode(b"a", "format", 0x25)),
     ("an xattr", inode(b"a", "count", 2)),
+    ("where prefix 2 has none", xattr(b"a", 0, 1, 2)),
+    ("where prefix 1 has none", xattr(b"a", 0, 0, 0)),
+    ("prefix 9", xattr(b"a", 0, 1, 9)),
+    ("that it has twice", xattr(b"l", 8, 4, ord("a"))),
     ("over each other", inode(b"a", "count", 60000)),
     ("a mode", inode(b"a", "mode", 0o44)),
     ("a type 1 in the directory", inode(b"a", "mode", 0o40644)),

@@ -5,7 +5,8 @@
     blob    bodies of files, whole blocks of 4096 bytes, named by its SHA-256; nothing else
 
 The kernel mounts it: mount(meta, target, "erofs", MS_RDONLY, "device=BLOB0,device=BLOB1"), in the order of
-`Stats.blobs`. Linux 6.12 and later take plain files, earlier ones want block devices.
+`Stats.blobs`. Linux 6.12 and later take plain files, earlier ones want block devices. mount(2) takes a page
+of options; for more blobs there is fsconfig(2), with one `device` a call and paths of at most 255 bytes.
 
 The kernel's, which we keep to: every structure on disk (`format`), names of a directory in order of their
 bytes, inline data within one block, the device table, and the unified address space: meta's own blocks
