@@ -23,7 +23,7 @@ from dsec.layers.oci.model import History
 
 USER, PASSWORD = "alice", "s3cret"
 HTPASSWD = "alice:$2b$04$YVOGEbVTmEWjr0NkU0ZS1.Cqdq.DDd6gK7Kb2yUsUuHSEdT55Wz8e\n"
-QUICK = Patience(connect=5, read=5, commit=5, head=5, document=5, attempts=3, backoff=0.01, longest=2)
+QUICK = Patience(connect=20, read=20, commit=20, head=20, document=20, attempts=3, backoff=0.01, longest=2)
 
 
 class Served(msgspec.Struct):

@@ -387,7 +387,7 @@ def test_below_http(
     began = time.monotonic()
     with pytest.raises(error, match=rf"{re.escape(host)}/a/b:1: .*{says}"):
         open_image(f"{host}/a/b:1", patience=IMPATIENT, plain_http=True)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20  # it would go on for 30
 
 
 def test_nobody_listens() -> None:
