@@ -67,14 +67,19 @@ class _Watched:
         timer = threading.Timer(max(self.deadline, self.timeout or 0), give_up)
         timer.daemon = True
         timer.start()
+        response = None
         try:
             response = super().getresponse()  # type: ignore[misc]
+        except (OSError, http.client.HTTPException):
+            if not late.is_set():
+                raise
         finally:
             timer.cancel()
-        if late.is_set():
+        if not late.is_set():
+            return response
+        if response is not None:
             response.close()
-            raise TimeoutError("its answer's head took too long")
-        return response
+        raise TimeoutError("its answer's head took too long")
 
 
 class _QuietPool(urllib3.HTTPSConnectionPool):
