@@ -45,6 +45,9 @@ FULL = [
     "tests/backends",
     "tests/linux",
     *SERVER,
+    "tests/e2e/test_crash.py",
+    "-m",
+    "not slow",
     "-k",
     "not fake",
 ]
