@@ -7,6 +7,8 @@ connection that `connect` gives, the same for every backend. tests/backends/ is 
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -74,6 +76,31 @@ class Exit(msgspec.Struct, frozen=True, kw_only=True):
     """What aether or the VMM said last, for the failure's message."""
 
 
+class WritableSnapshot:
+    """A sandbox's writable layer as it was at one instant. To be closed, in a thread: that blocks."""
+
+    def __init__(self, upper: Path, *, frozen_s: float, how: str, close: Callable[[], None]) -> None:
+        self.upper = upper
+        """The upper directory of an overlay, with whiteouts and opaque directories; nothing writes to it."""
+        self.frozen_s = frozen_s
+        """How long what runs in the sandbox stood still, in seconds."""
+        self.how = how
+        """`snapshot`, `reflink` or `copy`: whether the time depends on nothing, on files, or on bytes."""
+        self._close: Callable[[], None] | None = close
+
+    def close(self) -> None:
+        """Remove it. Idempotent. What was never closed is removed by `reclaim`."""
+        close, self._close = self._close, None
+        if close:
+            close()
+
+    def __enter__(self) -> WritableSnapshot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class Backend(Protocol):
     """Every method may raise a dsec.core.errors.DSecError; anything else is a bug.
 
@@ -82,7 +109,7 @@ class Backend(Protocol):
 
     name: str
     capabilities: frozenset[str]
-    """Of: pause, fork, snapshot, screen, network."""
+    """Of: pack, pause, fork, snapshot, screen, network."""
 
     async def open(self) -> None:
         """Make what all sandboxes of this node share. Idempotent; may find the leavings of a killed edge."""
@@ -122,3 +149,15 @@ class Backend(Protocol):
 
     def half_made(self, sandbox_id: str, slot: int) -> Handle:
         """The handle to destroy when an edge died between its record and the end of `launch`."""
+
+
+class Packs(Protocol):
+    """What a backend with the capability `pack` can do besides."""
+
+    async def snapshot_writable(self, handle: Handle) -> WritableSnapshot:
+        """Freeze what runs inside, take the writable layer as it is, thaw; the sandbox goes on.
+
+        Thaws whatever happens, and the next life of a killed edge thaws what that left frozen. Of one sandbox
+        one at a time. Raises SandboxFailed where it is gone or being destroyed, Unavailable where something
+        inside does not stand still, DiskFull, and Unsupported where this host cannot freeze.
+        """

@@ -8,13 +8,17 @@ a crash. With `memory_only` no sandbox has a socket, so that hundreds of thousan
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import socket
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import msgspec
 
-from dsec.backends.base import Exit, Fingerprint, Handle, LaunchSpec, Stats
+from dsec.backends.base import Exit, Fingerprint, Handle, LaunchSpec, Stats, WritableSnapshot
 from dsec.backends.fake_aether import FakeAether
 from dsec.core.errors import LaunchFailed, SandboxFailed, Unavailable, from_code
 from dsec.wire.transport import connect
@@ -66,6 +70,7 @@ class FakeHost:
     """The machine: what is on it stays when an edge dies."""
 
     def __init__(self) -> None:
+        self.snapshots: set[Path] = set()
         self.sandboxes: dict[str, FakeSandbox] = {}
         self.slots: set[int] = set()
         self.ends: set[SocketEnd] = set()
@@ -93,7 +98,7 @@ class FakeHost:
 
 class FakeBackend:
     name = "fake"
-    capabilities: frozenset[str] = frozenset()
+    capabilities: frozenset[str] = frozenset({"pack"})
 
     def __init__(
         self, host: FakeHost | None = None, *, memory_only: bool = False, knobs: Knobs | None = None
@@ -105,6 +110,7 @@ class FakeBackend:
         self.launches = 0
 
     async def open(self) -> None:
+        self._snapshots: set[Path] = set()
         self.opened = True
 
     async def close(self, *, keep: bool) -> None:
@@ -113,6 +119,8 @@ class FakeBackend:
                 self._remove(sandbox_id)
             await asyncio.gather(*(end.gone for end in self.host.ends))
         self.opened = False
+            for where in list(self.host.snapshots):
+                self._drop(where)
 
     async def fingerprint(self) -> Fingerprint:
         return Fingerprint(
@@ -241,7 +249,24 @@ class FakeBackend:
         lost = [i for i in self.host.sandboxes if i not in claimed]
         for sandbox_id in lost:
             self._remove(sandbox_id)
-        return lost
+        left = self.host.snapshots - self._snapshots
+        for where in left:
+            self._drop(where)
+        return lost + [f"snapshot {where}" for where in left]
+
+    async def snapshot_writable(self, handle: Handle) -> WritableSnapshot:
+        files = self._alive(handle).aether.files
+        where = Path(tempfile.mkdtemp(prefix="dsec-fake-"))
+        self.host.snapshots.add(where)
+        self._snapshots.add(where)
+        for path, data in sorted(files.items()):
+            _put(where / "upper" / path.lstrip("/"), data)
+        return WritableSnapshot(where / "upper", frozen_s=0.0, how="copy", close=lambda: self._drop(where))
+
+    def _drop(self, where: Path) -> None:
+        shutil.rmtree(where, ignore_errors=True)
+        self.host.snapshots.discard(where)
+        self._snapshots.discard(where)
 
     def half_made(self, sandbox_id: str, slot: int) -> Handle:
         return Handle(
@@ -259,6 +284,15 @@ class _End(Protocol):
     """aether's end of a connection."""
 
     def close(self) -> None: ...
+
+def _put(path: Path, data: bytes | None) -> None:
+    """None: a directory."""
+    if data is None:
+        os.makedirs(path, exist_ok=True)
+    else:
+        os.makedirs(path.parent, exist_ok=True)
+        path.write_bytes(data)
+
 
 
 class SocketEnd(asyncio.Protocol):

@@ -12,11 +12,14 @@ from dsec.linux.syscalls import ioctl
 
 BTRFS_IOC_SUBVOL_CREATE: Final = 0x5000940E
 BTRFS_IOC_SNAP_DESTROY: Final = 0x5000940F
+BTRFS_IOC_SNAP_CREATE_V2: Final = 0x50009417
 BTRFS_IOC_INO_LOOKUP: Final = 0xD0009412
 BTRFS_IOC_FS_INFO: Final = 0x8400941F
+BTRFS_IOC_SYNC: Final = 0x9408
 FIRST_FREE_OBJECTID: Final = 256
 BTRFS_IOC_QUOTA_CTL: Final = 0xC0109428
 BTRFS_IOC_QGROUP_LIMIT: Final = 0x8030942B
+BTRFS_SUBVOL_RDONLY: Final = 2
 BTRFS_QUOTA_CTL_ENABLE: Final = 1
 BTRFS_QUOTA_CTL_ENABLE_SIMPLE_QUOTA: Final = 4
 BTRFS_QGROUP_LIMIT_MAX_RFER: Final = 1
@@ -25,6 +28,16 @@ BTRFS_QGROUP_LIMIT_MAX_EXCL: Final = 2
 
 class btrfs_ioctl_vol_args(ctypes.Structure):
     _fields_ = (("fd", ctypes.c_int64), ("name", ctypes.c_char * 4088))
+
+
+class btrfs_ioctl_vol_args_v2(ctypes.Structure):
+    _fields_ = (
+        ("fd", ctypes.c_int64),
+        ("transid", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("unused", ctypes.c_uint64 * 4),
+        ("name", ctypes.c_char * 4040),
+    )
 
 
 class btrfs_ioctl_quota_ctl_args(ctypes.Structure):
@@ -47,10 +60,21 @@ def subvolume_create(parent_fd: int, name: str) -> None:
     ioctl(parent_fd, BTRFS_IOC_SUBVOL_CREATE, ctypes.byref(args), f"create subvolume {name}")
 
 
+def snapshot_create(parent_fd: int, name: str, subvolume_fd: int) -> None:
+    """Read-only, of the subvolume as it is now, what is dirty in memory included."""
+    args = btrfs_ioctl_vol_args_v2(subvolume_fd, 0, BTRFS_SUBVOL_RDONLY, name=name.encode())
+    ioctl(parent_fd, BTRFS_IOC_SNAP_CREATE_V2, ctypes.byref(args), f"create snapshot {name}")
+
+
 def subvolume_destroy(parent_fd: int, name: str) -> None:
     """Gone from sight at once; its blocks are freed in the background."""
     args = btrfs_ioctl_vol_args(0, name.encode())
     ioctl(parent_fd, BTRFS_IOC_SNAP_DESTROY, ctypes.byref(args), f"destroy subvolume {name}")
+
+
+def sync(fd: int) -> None:
+    """Writes all out, and has destroyed subvolumes freed now; else that waits for the interval of commits."""
+    ioctl(fd, BTRFS_IOC_SYNC, None, "sync")
 
 
 def enable_quota(fd: int) -> str:

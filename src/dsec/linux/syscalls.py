@@ -175,3 +175,8 @@ def pidfd_send_signal(pidfd: int, number: int) -> None:
 
 def ioctl(fd: int, request: int, argument: Any, what: str) -> int:
     return _check(libc.ioctl(fd, ctypes.c_ulong(request), argument), what)
+
+
+def syncfs(fd: int) -> None:
+    """All that is dirty in the file system that the descriptor lies in is written out."""
+    _check(libc.syncfs(fd), "syncfs", fd)

@@ -19,13 +19,14 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from dsec.backends.base import Exit, Fingerprint, Handle, LaunchSpec, Stats
+from dsec.backends.base import Exit, Fingerprint, Handle, LaunchSpec, Stats, WritableSnapshot
 from dsec.backends.container import policy
 from dsec.backends.container.dev import make_dev, remove_dev
 from dsec.backends.container.ids import id_map, owner_of, root_of
 from dsec.backends.container.launcher import Launcher, agent_binary, sealed_copy
 from dsec.backends.container.layers import LayerMounts, clone
 from dsec.backends.container.overlay import ByDescriptor, Overlay, Staged
+from dsec.backends.container.pack import Packer
 from dsec.backends.container.pool import Pool
 from dsec.backends.container.process import (
     NAMED,
@@ -56,12 +57,14 @@ THREADS: Final = 16
 END_LIMIT_S: Final = 20.0
 BACKLOG: Final = 4
 
+PACKS_AT_ONCE: Final = 4
+"""Of the threads; the others stay for launches."""
 
 class ContainerBackend:
     """`mount_path`: auto, fd or staged (see overlay.py)."""
 
     name = "container"
-    capabilities: frozenset[str] = frozenset()
+    capabilities: frozenset[str] = frozenset({"pack"})
 
     def __init__(self, *, data: Path, edge_id: str, mount_path: str = "auto") -> None:
         self.data = data
@@ -76,6 +79,9 @@ class ContainerBackend:
         self._round = itertools.count()
         self._home: Group | None = None
         self._dev = self._run_fd = self._program = -1
+        self.packer = Packer(self.pool, self.cgroups)
+        self._packs = asyncio.Semaphore(PACKS_AT_ONCE)
+        self._packing: dict[str, asyncio.Lock] = {}
         self._pidfds: dict[str, int] = {}
         self._statuses: dict[int, int] = {}
         self._exits: dict[str, asyncio.Future[Exit]] = {}
@@ -113,6 +119,7 @@ class ContainerBackend:
         assert self._home is not None
         return Launcher(self._program, self._home.join, self._reaped, self._launcher_ended)
 
+        self.packer.open()
     def _launcher_ended(self, launcher: Launcher) -> None:
         """Its aethers live on; another takes its place."""
         assert self._loop is not None
@@ -165,6 +172,7 @@ class ContainerBackend:
 
     async def fingerprint(self) -> Fingerprint:
         if self.overlay is None:
+        self.packer.close(keep=keep)
             return Fingerprint(available=False, reason="not open")
         backed = {True: "file", False: "loop device", None: "not yet mounted"}[self.layers.file_backed]
         return Fingerprint(
@@ -184,6 +192,7 @@ class ContainerBackend:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             await asyncio.wait([task])
+                "pack": self.packer.described,
             if not task.cancelled():
                 task.exception()
             raise
@@ -424,7 +433,11 @@ class ContainerBackend:
         return pidfd
 
     async def stop(self, handle: Handle) -> None:
-        await self._in_thread(lambda: self._stop(handle))
+        await self._in_thread(lambda: self._stop_thawed(handle))
+
+    def _stop_thawed(self, handle: Handle) -> None:
+        with self.packer.ending(handle.sandbox_id):
+            self._stop(handle)
 
     def _stop(self, handle: Handle) -> None:
         pidfd = open_pidfd(handle)
@@ -450,6 +463,7 @@ class ContainerBackend:
         parts: tuple[Callable[[], None], ...] = (
             lambda: self._stop(handle),
             lambda: self.cgroups.remove(handle.sandbox_id),
+        self._packing.pop(handle.sandbox_id, None)
             lambda: self.pool.destroy(handle.sandbox_id),
             lambda: _unlink(self._run_fd, handle.sandbox_id),
         )
@@ -457,10 +471,15 @@ class ContainerBackend:
             try:
                 part()
             except (OSError, DSecError) as e:
+        with self.packer.ending(handle.sandbox_id):
+            self._destroy_thawed(handle)
+
+    def _destroy_thawed(self, handle: Handle) -> None:
                 log.warning("destroying %s: %s", handle.sandbox_id, e)
                 problem = e
         if isinstance(problem, OSError):
             raise _typed(problem, handle.sandbox_id) from problem
+            lambda: self.packer.forget(handle.sandbox_id),
         if problem:
             raise problem
 
@@ -477,6 +496,20 @@ class ContainerBackend:
             disk_bytes=self.pool.usage(sandbox_id),
             oom_kills=usage.oom_kills,
         )
+    async def snapshot_writable(self, handle: Handle) -> WritableSnapshot:
+        lock = self._packing.setdefault(handle.sandbox_id, asyncio.Lock())
+        async with lock, self._packs:
+            task = asyncio.get_running_loop().run_in_executor(
+                self._threads, self.packer.take, handle.sandbox_id
+            )
+            try:
+                return await asyncio.shield(task)
+            except asyncio.CancelledError:
+                await asyncio.wait([task])
+                if not task.cancelled() and task.exception() is None:
+                    await self._in_thread(task.result().close)
+                raise
+
 
     async def reclaim(self, claimed: frozenset[str]) -> list[str]:
         return await self._in_thread(lambda: self._reclaim(claimed))
@@ -497,7 +530,9 @@ class ContainerBackend:
                 finally:
                     os.close(pidfd)
         sockets = {e.name for e in self.run.iterdir() if e.is_socket()}
-        for name in sorted((self.cgroups.names() | self.pool.names() | sockets) - claimed):
+        found = self.cgroups.names() | self.pool.names() | self.packer.names() | sockets
+        told += self.packer.reclaim()
+        for name in sorted(found - claimed):
             with contextlib.suppress(DSecError):
                 self._destroy(self.half_made(name, 0))
                 told.append(f"sandbox {name}")

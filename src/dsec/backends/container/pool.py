@@ -4,6 +4,7 @@ A kernel without btrfs, or a host without mkfs.btrfs, gets plain directories wit
 
 <data>/pool.btrfs        sparse; what it holds is thrown away, so nothing in it is made durable
 <data>/pool/<sandbox>/   subvolume: upper/ and work/ of the overlay
+<data>/pool/.<name>/     read-only snapshot of one, while a layer is made of it
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import logging
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Literal
 
 from dsec.core.errors import DiskFull, Unsupported
 from dsec.linux import btrfs, loop
+from dsec.linux.copy_tree import Copy
 from dsec.linux.mounts import is_mount
 from dsec.linux.syscalls import (
     MNT_DETACH,
@@ -28,6 +31,7 @@ from dsec.linux.syscalls import (
     MS_NOSUID,
     MS_REMOUNT,
     mount,
+    syncfs,
     umount2,
 )
 
@@ -37,6 +41,8 @@ MAX_SIZE: Final = 1 << 44
 OPTIONS: Final = "nobarrier,nodatasum,commit=300,space_cache=v2,discard=async"
 
 Limit = Literal["simple", "qgroups", "none"]
+How = Literal["snapshot", "reflink", "copy"]
+"""By how much a snapshot costs while the sandbox waits: nothing, by file, by byte."""
 
 
 class Pool:
@@ -155,6 +161,51 @@ class Pool:
             else:
                 btrfs.subvolume_destroy(self.fd, name)
 
+    def flush(self) -> None:
+        """Writes out what is dirty: a snapshot soon after has the less to wait for."""
+        if self.limited_by != "none":
+            syncfs(self.fd)
+
+    def snapshot(self, name: str, copy: str, stop: Callable[[], bool]) -> How:
+        """Leaves `.<copy>/upper` as upper/ of `name` is now; nothing of it where it fails.
+
+        Without btrfs every file is copied, by reflink where the file system can; nothing may write meanwhile,
+        and once `stop` says so it ends with InterruptedError. OSError ENOENT where the sandbox is gone.
+        """
+        source = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
+        try:
+            if self.limited_by != "none":
+                btrfs.snapshot_create(self.fd, f".{copy}", source)
+                return "snapshot"
+            return self._copy(source, copy, stop)
+        finally:
+            os.close(source)
+
+    def _copy(self, source: int, copy: str, stop: Callable[[], bool]) -> How:
+        os.mkdir(f".{copy}", 0o700, dir_fd=self.fd)
+        try:
+            target = os.open(f".{copy}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
+            try:
+                done = Copy(stop)
+                done.directory(source, b"upper", target)
+            finally:
+                os.close(target)
+        except BaseException:
+            shutil.rmtree(f".{copy}", dir_fd=self.fd)
+            raise
+        return "reflink" if done.reflinks else "copy"
+
+    def destroy_snapshot(self, copy: str) -> None:
+        """Idempotent."""
+        if self.fd < 0:  # of a pool that is closed, the next life takes it away
+            return
+        self.destroy(f".{copy}")
+        if self.limited_by != "none":
+            btrfs.sync(self.fd)  # what only the snapshot held still counts against its sandbox
+
+    def snapshots(self) -> set[str]:
+        return {name[1:] for name in self._directories() if name.startswith(".")}
+
     def usage(self, name: str) -> int | None:
         """Bytes; None where nothing counts them."""
         if self.limited_by == "none":
@@ -169,5 +220,8 @@ class Pool:
             os.close(fd)
 
     def names(self) -> set[str]:
+        return {name for name in self._directories() if not name.startswith(".")}
+
+    def _directories(self) -> set[str]:
         with os.scandir(self.where) as entries:
             return {e.name for e in entries if e.is_dir(follow_symlinks=False)}
