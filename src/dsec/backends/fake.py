@@ -108,19 +108,19 @@ class FakeBackend:
         self._memory_only = memory_only
         self.opened = False
         self.launches = 0
+        self._snapshots: set[Path] = set()
 
     async def open(self) -> None:
-        self._snapshots: set[Path] = set()
         self.opened = True
 
     async def close(self, *, keep: bool) -> None:
         if not keep:
             for sandbox_id in list(self.host.sandboxes):
                 self._remove(sandbox_id)
-            await asyncio.gather(*(end.gone for end in self.host.ends))
-        self.opened = False
             for where in list(self.host.snapshots):
                 self._drop(where)
+            await asyncio.gather(*(end.gone for end in self.host.ends))
+        self.opened = False
 
     async def fingerprint(self) -> Fingerprint:
         return Fingerprint(
@@ -280,11 +280,6 @@ class FakeBackend:
         )
 
 
-class _End(Protocol):
-    """aether's end of a connection."""
-
-    def close(self) -> None: ...
-
 def _put(path: Path, data: bytes | None) -> None:
     """None: a directory."""
     if data is None:
@@ -293,6 +288,11 @@ def _put(path: Path, data: bytes | None) -> None:
         os.makedirs(path.parent, exist_ok=True)
         path.write_bytes(data)
 
+
+class _End(Protocol):
+    """aether's end of a connection."""
+
+    def close(self) -> None: ...
 
 
 class SocketEnd(asyncio.Protocol):

@@ -54,11 +54,11 @@ from dsec.wire.aether import HEADER, Type
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 THREADS: Final = 16
+PACKS_AT_ONCE: Final = 4
+"""Of the threads; the others stay for launches."""
 END_LIMIT_S: Final = 20.0
 BACKLOG: Final = 4
 
-PACKS_AT_ONCE: Final = 4
-"""Of the threads; the others stay for launches."""
 
 class ContainerBackend:
     """`mount_path`: auto, fd or staged (see overlay.py)."""
@@ -73,15 +73,15 @@ class ContainerBackend:
         self.layers = LayerMounts(data / "layers")
         self.pool = Pool(data)
         self.cgroups = detect(edge_id)
+        self.packer = Packer(self.pool, self.cgroups)
+        self._packs = asyncio.Semaphore(PACKS_AT_ONCE)
+        self._packing: dict[str, asyncio.Lock] = {}
         self.overlay: Overlay | None = None
         self.stages = Stages()
         self._launchers: list[Launcher] = []
         self._round = itertools.count()
         self._home: Group | None = None
         self._dev = self._run_fd = self._program = -1
-        self.packer = Packer(self.pool, self.cgroups)
-        self._packs = asyncio.Semaphore(PACKS_AT_ONCE)
-        self._packing: dict[str, asyncio.Lock] = {}
         self._pidfds: dict[str, int] = {}
         self._statuses: dict[int, int] = {}
         self._exits: dict[str, asyncio.Future[Exit]] = {}
@@ -110,6 +110,7 @@ class ContainerBackend:
         if shutil.which("mkfs.erofs"):
             self.layers.file_backed = not erofs_file_mount()
         self.pool.open()
+        self.packer.open()
         self.overlay = self._choose_overlay()
         self._dev = make_dev(self.run / "dev")
         self._program = sealed_copy(agent_binary())
@@ -119,7 +120,6 @@ class ContainerBackend:
         assert self._home is not None
         return Launcher(self._program, self._home.join, self._reaped, self._launcher_ended)
 
-        self.packer.open()
     def _launcher_ended(self, launcher: Launcher) -> None:
         """Its aethers live on; another takes its place."""
         assert self._loop is not None
@@ -162,6 +162,7 @@ class ContainerBackend:
         self._dev = self._run_fd = self._program = -1
         remove_dev(self.run / "dev")
         self.layers.close(keep=keep)
+        self.packer.close(keep=keep)
         self.pool.close(keep=keep)
         with contextlib.suppress(OSError):
             (self.run / "staging").rmdir()
@@ -172,7 +173,6 @@ class ContainerBackend:
 
     async def fingerprint(self) -> Fingerprint:
         if self.overlay is None:
-        self.packer.close(keep=keep)
             return Fingerprint(available=False, reason="not open")
         backed = {True: "file", False: "loop device", None: "not yet mounted"}[self.layers.file_backed]
         return Fingerprint(
@@ -182,6 +182,7 @@ class ContainerBackend:
                 "erofs": backed,
                 "cgroup": f"v{self.cgroups.version}",
                 "disk_limit": self.pool.described,
+                "pack": self.packer.described,
             },
         )
 
@@ -192,7 +193,6 @@ class ContainerBackend:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             await asyncio.wait([task])
-                "pack": self.packer.described,
             if not task.cancelled():
                 task.exception()
             raise
@@ -451,6 +451,7 @@ class ContainerBackend:
 
     async def destroy(self, handle: Handle) -> None:
         await self._in_thread(lambda: self._destroy(handle))
+        self._packing.pop(handle.sandbox_id, None)
         self._forget_pidfd(handle.sandbox_id)
         self._own.pop(handle.pid, None)
         self._statuses.pop(handle.pid, None)
@@ -458,12 +459,16 @@ class ContainerBackend:
             future.set_result(Exit(signal=signal.SIGKILL))
 
     def _destroy(self, handle: Handle) -> None:
+        with self.packer.ending(handle.sandbox_id):
+            self._destroy_thawed(handle)
+
+    def _destroy_thawed(self, handle: Handle) -> None:
         """Each part is tried, whatever became of the others; what failed last is raised."""
         problem: Exception | None = None
         parts: tuple[Callable[[], None], ...] = (
             lambda: self._stop(handle),
+            lambda: self.packer.forget(handle.sandbox_id),
             lambda: self.cgroups.remove(handle.sandbox_id),
-        self._packing.pop(handle.sandbox_id, None)
             lambda: self.pool.destroy(handle.sandbox_id),
             lambda: _unlink(self._run_fd, handle.sandbox_id),
         )
@@ -471,31 +476,13 @@ class ContainerBackend:
             try:
                 part()
             except (OSError, DSecError) as e:
-        with self.packer.ending(handle.sandbox_id):
-            self._destroy_thawed(handle)
-
-    def _destroy_thawed(self, handle: Handle) -> None:
                 log.warning("destroying %s: %s", handle.sandbox_id, e)
                 problem = e
         if isinstance(problem, OSError):
             raise _typed(problem, handle.sandbox_id) from problem
-            lambda: self.packer.forget(handle.sandbox_id),
         if problem:
             raise problem
 
-    async def stats(self, handle: Handle) -> Stats:
-        return await self._in_thread(lambda: self._stats(handle.sandbox_id))
-
-    def _stats(self, sandbox_id: str) -> Stats:
-        usage = self.cgroups.usage(sandbox_id)
-        return Stats(
-            memory_bytes=usage.memory_bytes,
-            memory_peak_bytes=usage.memory_peak_bytes,
-            cpu_us=usage.cpu_us,
-            pids=usage.pids,
-            disk_bytes=self.pool.usage(sandbox_id),
-            oom_kills=usage.oom_kills,
-        )
     async def snapshot_writable(self, handle: Handle) -> WritableSnapshot:
         lock = self._packing.setdefault(handle.sandbox_id, asyncio.Lock())
         async with lock, self._packs:
@@ -510,6 +497,19 @@ class ContainerBackend:
                     await self._in_thread(task.result().close)
                 raise
 
+    async def stats(self, handle: Handle) -> Stats:
+        return await self._in_thread(lambda: self._stats(handle.sandbox_id))
+
+    def _stats(self, sandbox_id: str) -> Stats:
+        usage = self.cgroups.usage(sandbox_id)
+        return Stats(
+            memory_bytes=usage.memory_bytes,
+            memory_peak_bytes=usage.memory_peak_bytes,
+            cpu_us=usage.cpu_us,
+            pids=usage.pids,
+            disk_bytes=self.pool.usage(sandbox_id),
+            oom_kills=usage.oom_kills,
+        )
 
     async def reclaim(self, claimed: frozenset[str]) -> list[str]:
         return await self._in_thread(lambda: self._reclaim(claimed))
