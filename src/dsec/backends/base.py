@@ -144,6 +144,9 @@ class Backend(Protocol):
 
     async def stats(self, handle: Handle) -> Stats: ...
 
+    def answered(self, handle: Handle) -> None:
+        """Told once, when the sandbox's first operation has ended. Quick, raises nothing."""
+
     async def reclaim(self, claimed: frozenset[str]) -> list[str]:
         """Destroy whatever this edge's earlier lives made and no id in `claimed` owns; say what it was."""
 

@@ -73,6 +73,8 @@ class FakeHost:
         self.snapshots: set[Path] = set()
         self.sandboxes: dict[str, FakeSandbox] = {}
         self.slots: set[int] = set()
+        self.answered: set[str] = set()
+        """Sandboxes whose first operation has ended."""
         self.ends: set[SocketEnd] = set()
         """Sockets that are open, or about to close."""
 
@@ -244,6 +246,9 @@ class FakeBackend:
         return Stats(
             memory_bytes=1 << 20, memory_peak_bytes=1 << 20, cpu_us=0, pids=1, disk_bytes=0, oom_kills=0
         )
+
+    def answered(self, handle: Handle) -> None:
+        self.host.answered.add(handle.sandbox_id)
 
     async def reclaim(self, claimed: frozenset[str]) -> list[str]:
         lost = [i for i in self.host.sandboxes if i not in claimed]

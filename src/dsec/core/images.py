@@ -11,6 +11,8 @@ class LayerRef(msgspec.Struct, frozen=True):
     digest: str
     path: str
     """Its EROFS image on this node or on the shared store."""
+    blobs: tuple[str, ...] = ()
+    """Where the blobs lie that the image refers to, in the order of its device slots."""
 
 
 class ImageConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,3 +22,8 @@ class ImageConfig(msgspec.Struct, frozen=True, kw_only=True):
     user: str = ""
     workdir: str = ""
     shell: list[str] = []
+    entrypoint: list[str] = []
+    """Kept for whoever asks; a sandbox runs what it is told to."""
+    cmd: list[str] = []
+    stop_signal: str = ""
+    labels: dict[str, str] = {}

@@ -185,12 +185,13 @@ class Lifecycle:
     async def _launch_stages(self, sandbox: Sandbox) -> None:
         record, clock = sandbox.record, time.perf_counter
         begin = clock()
+        # An image may have to be fetched first: that must not hold up the launches of others.
+        resolved = self._layers.resolve(record.spec.image, record.spec.layers)
+        if isawaitable(resolved):
+            resolved = await resolved
+        found = clock()
         async with self._launching:
             queued = clock()
-            resolved = self._layers.resolve(record.spec.image, record.spec.layers)
-            if isawaitable(resolved):
-                resolved = await resolved
-            found = clock()
             backend = self.backend(sandbox)
             handle, sock = await backend.launch(
                 LaunchSpec(
@@ -209,7 +210,7 @@ class Lifecycle:
         assert connection.hello is not None
         record.instance = connection.hello.instance
         record.ready_at = time.time()
-        stages = (queued - begin, found - queued, launched - found, clock() - launched, clock() - begin)
+        stages = (queued - found, found - begin, launched - queued, clock() - launched, clock() - begin)
         names = ("queued", "layers", "launch", "hello", "total")
         record.timings_ms = {n: round(s * 1e3, 3) for n, s in zip(names, stages, strict=True)}
 

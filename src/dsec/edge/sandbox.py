@@ -25,6 +25,7 @@ class Watcher(Protocol):
 class Sandbox:
     __slots__ = (
         "_watcher",
+        "answered",
         "attached",
         "breaches",
         "connection",
@@ -52,6 +53,8 @@ class Sandbox:
         self.attached = 0
         """Streams that follow its operations."""
         self.last_used = 0.0
+        self.answered = False
+        """Whether an operation of it has ended in this life of the edge."""
         """On the loop's clock: its start, then the end of the last operation."""
         self.due = 0.0
         """When the TTL heap looks at it next; 0: never."""

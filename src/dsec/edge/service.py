@@ -200,6 +200,10 @@ class EdgeService:
 
     def _touch(self, sandbox: Sandbox) -> None:
         sandbox.last_used = asyncio.get_running_loop().time()
+        if not sandbox.answered and sandbox.operations_total and not sandbox.running:
+            sandbox.answered = True
+            if (handle := sandbox.record.handle) is not None:
+                self.lifecycle.backend(sandbox).answered(handle)
 
     def _run(self, sandbox: Sandbox) -> None:
         self._touch(sandbox)

@@ -40,6 +40,9 @@ from dsec.backends.container.process import (
 from dsec.backends.container.ready import READY_LIMIT_S, await_hello
 from dsec.backends.container.stages import Stages
 from dsec.core.errors import DiskFull, DSecError, LaunchFailed, SandboxFailed, Unavailable, Unsupported
+from dsec.core.images import LayerRef
+from dsec.layers.metadata_cache import MetadataCache
+from dsec.layers.warmth import Warmth
 from dsec.linux.cgroup import Group, Limits, detect
 from dsec.linux.probe import erofs_file_mount, overlay_by_fd
 from dsec.linux.syscalls import (
@@ -58,6 +61,8 @@ PACKS_AT_ONCE: Final = 4
 """Of the threads; the others stay for launches."""
 END_LIMIT_S: Final = 20.0
 BACKLOG: Final = 4
+LAYERS: Final = "layers"
+"""In a handle: digests of what its sandbox stands on, with commas between."""
 
 
 class ContainerBackend:
@@ -66,11 +71,12 @@ class ContainerBackend:
     name = "container"
     capabilities: frozenset[str] = frozenset({"pack"})
 
-    def __init__(self, *, data: Path, edge_id: str, mount_path: str = "auto") -> None:
+    def __init__(self, *, data: Path, edge_id: str, mount_path: str = "auto", prefetch: bool = True) -> None:
         self.data = data
         self.mount_path = mount_path
         self.run = data / "run"
-        self.layers = LayerMounts(data / "layers")
+        self.layers = LayerMounts(data / "layers", MetadataCache(data / "cache"), mounted=self._mounted)
+        self.warmth = Warmth(enabled=prefetch)
         self.pool = Pool(data)
         self.cgroups = detect(edge_id)
         self.packer = Packer(self.pool, self.cgroups)
@@ -89,6 +95,9 @@ class ContainerBackend:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="container")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._home_ooms = 0
+
+    def _mounted(self, layer: LayerRef) -> None:
+        self.warmth.mounted(layer)
 
     # --- what all sandboxes of a node share ---------------------------------------------------------------
 
@@ -148,6 +157,7 @@ class ContainerBackend:
             self._forget_pidfd(sandbox_id)
         await self._in_thread(lambda: self._close(keep))
         self._threads.shutdown()
+        self.warmth.close()
 
     def _close(self, keep: bool) -> None:
         if self.overlay:
@@ -229,7 +239,7 @@ class ContainerBackend:
             raise Unavailable("the container backend is not open")
         lap = self.stages.clock()
         with contextlib.ExitStack() as stack:
-            lowers = [self.layers.get(layer) for layer in spec.layers]
+            lowers = self.layers.use(spec.layers, spec.sandbox_id)
             lap("layers")
             group = self._make_group(spec)
             stack.callback(group.close)
@@ -248,6 +258,7 @@ class ContainerBackend:
                 failed.callback(end, pidfd, END_LIMIT_S)
                 # Now, while it waits for its CONFIG: it may be gone and reaped at any time after.
                 handle = self._handle(spec.sandbox_id, spec.slot, pid)
+                handle.data[LAYERS] = ",".join(layer.digest for layer in spec.layers)
                 lap("clone")
                 userns = self._map_ids(pid, spec.slot)
                 stack.callback(os.close, userns)
@@ -369,6 +380,7 @@ class ContainerBackend:
         except BaseException:
             os.close(pidfd)
             raise
+        self.layers.note(handle.data.get(LAYERS, "").split(","), handle.sandbox_id)
         self._watch(handle, pidfd, own=False)
         return sock
 
@@ -471,6 +483,7 @@ class ContainerBackend:
             lambda: self.cgroups.remove(handle.sandbox_id),
             lambda: self.pool.destroy(handle.sandbox_id),
             lambda: _unlink(self._run_fd, handle.sandbox_id),
+            lambda: self.layers.leave(handle.sandbox_id),
         )
         for part in parts:
             try:
@@ -510,6 +523,9 @@ class ContainerBackend:
             disk_bytes=self.pool.usage(sandbox_id),
             oom_kills=usage.oom_kills,
         )
+
+    def answered(self, handle: Handle) -> None:
+        self.warmth.first_result(handle.data.get(LAYERS, "").split(","))
 
     async def reclaim(self, claimed: frozenset[str]) -> list[str]:
         return await self._in_thread(lambda: self._reclaim(claimed))

@@ -1,6 +1,8 @@
 """Layer mounts: each EROFS image is mounted once per node, below the data directory, and shared.
 
-File-backed where the kernel can (Linux 6.12), else over a loop device; found by trial.
+Its metadata is the node's own copy where the store lies elsewhere; its blobs are read there, on demand.
+Not nosuid: setuid programs of an image work inside; the host's paths to it are closed to all but root.
+File-backed where the kernel can (Linux 6.12), else over loop devices; found by trial.
 """
 
 from __future__ import annotations
@@ -10,28 +12,36 @@ import errno
 import os
 import struct
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from dsec.backends.base import LayerRef
-from dsec.core.errors import LayerCorrupt, UnknownLayer, Unsupported
+from dsec.core.errors import DSecError, LayerCorrupt, UnknownLayer, Unsupported
+from dsec.layers.metadata_cache import MetadataCache
 from dsec.linux import loop
 from dsec.linux.mounts import is_mount
 from dsec.linux.syscalls import (
     AT_EMPTY_PATH,
     MNT_DETACH,
+    MOUNT_ATTR_NODEV,
+    MOUNT_ATTR_RDONLY,
     MS_BIND,
-    MS_NODEV,
     MS_PRIVATE,
-    MS_RDONLY,
     OPEN_TREE_CLONE,
+    fsconfig_create,
+    fsconfig_flag,
+    fsconfig_string,
+    fsmount,
+    fsopen,
     mount,
+    move_mount,
     open_tree,
     umount2,
 )
 
-FLAGS: Final = MS_RDONLY | MS_NODEV
-"""Not nosuid: setuid programs of an image work inside; the host's paths to it are closed to all but root."""
+CAP: Final = 1024
+"""Mounts that stay though nothing stands on them."""
 CORRUPT: Final = {errno.EUCLEAN, errno.EINVAL, errno.EIO}
 """EUCLEAN is the kernel's EFSCORRUPTED; EINVAL: no EROFS at all."""
 
@@ -41,17 +51,36 @@ SUPERBLOCK_SIZE: Final = 128
 
 
 class LayerMounts:
-    """Thread-safe. Mounts stay until `close`: a later sandbox of the same image finds them."""
+    """Thread-safe. One mount per layer: a later sandbox of the same image finds it.
 
-    def __init__(self, where: Path) -> None:
+    Beyond `cap` mounts those that no sandbox uses go, the longest unused first. (A mount that is taken away
+    lives on under the sandboxes that stand on it; only sharing with later ones would be lost.)
+    """
+
+    def __init__(
+        self,
+        where: Path,
+        cache: MetadataCache,
+        *,
+        cap: int = CAP,
+        mounted: Callable[[LayerRef], None] = lambda layer: None,
+    ) -> None:
+        """mounted: told of a layer that was mounted just now, before anything is read of it."""
         self.where = where
+        self._told = mounted
+        self._cache = cache
+        self._cap = cap
         self._lock = threading.Lock()
         self._fds: dict[str, int] = {}
+        """By name, the longest unused first."""
         self._busy: dict[str, threading.Lock] = {}
+        self._users: dict[str, set[str]] = {}
+        """Sandboxes that stand on a layer, by the layer's name."""
         self.file_backed: bool | None = None
 
     def open(self) -> None:
         """Takes over what an earlier life of this edge left mounted."""
+        self._cache.open()
         self.where.mkdir(mode=0o700, exist_ok=True)
         if not is_mount(self.where):
             mount(str(self.where), self.where, "", MS_BIND)
@@ -64,49 +93,107 @@ class LayerMounts:
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()
+        self._users.clear()
         if keep or not self.where.exists():
             return
         for entry in self.where.iterdir():
-            with contextlib.suppress(OSError):
-                umount2(entry, MNT_DETACH)
-            entry.rmdir()
+            _take_away(entry)
         umount2(self.where, MNT_DETACH)
         self.where.rmdir()
 
-    def get(self, layer: LayerRef) -> int:
-        """A descriptor of the layer's mount, to be cloned; it stays ours."""
-        name = layer.digest.replace(":", "-")
-        fd = self._fds.get(name)
-        if fd is not None:
-            return fd
+    def use(self, layers: list[LayerRef], sandbox_id: str) -> list[int]:
+        """Descriptors of the layers' mounts, to be cloned; they stay ours, until `leave` at the least."""
+        with self._lock:
+            for layer in layers:
+                self._users.setdefault(_name(layer.digest), set()).add(sandbox_id)
+        return [self._get(layer) for layer in layers]
+
+    def note(self, digests: list[str], sandbox_id: str) -> None:
+        """That a sandbox of an earlier life of this edge stands on these."""
+        with self._lock:
+            for digest in digests:
+                self._users.setdefault(_name(digest), set()).add(sandbox_id)
+
+    def leave(self, sandbox_id: str) -> None:
+        """The sandbox is gone. Idempotent."""
+        with self._lock:
+            for name in [name for name, users in self._users.items() if sandbox_id in users]:
+                self._users[name].discard(sandbox_id)
+                if not self._users[name]:
+                    del self._users[name]
+        self._trim()
+
+    def in_use(self) -> list[str]:
+        """Digests of the layers that some sandbox stands on."""
+        with self._lock:
+            return list(self._users)
+
+    @property
+    def mounted(self) -> int:
+        return len(self._fds)
+
+    def _get(self, layer: LayerRef) -> int:
+        name = _name(layer.digest)
         with self._lock:
             busy = self._busy.setdefault(name, threading.Lock())
+            if (fd := self._fds.pop(name, None)) is not None:
+                self._fds[name] = fd
+                return fd
         with busy:
             if (fd := self._fds.get(name)) is None:
-                fd = self._fds[name] = self._mount(layer, self.where / name)
+                fd = self._mount(layer, self.where / name)
+                self._told(layer)
+                with self._lock:
+                    self._fds[name] = fd
+        self._trim()
         return fd
+
+    def _trim(self) -> None:
+        with self._lock:
+            excess = len(self._fds) - self._cap
+            idle = [name for name in self._fds if name not in self._users][: max(0, excess)]
+            fds = [self._fds.pop(name) for name in idle]
+        for name, fd in zip(idle, fds, strict=True):
+            os.close(fd)
+            _take_away(self.where / name)
 
     def _mount(self, layer: LayerRef, target: Path) -> int:
         target.mkdir(exist_ok=True)
         try:
-            _check_size(layer.path)
-            self._mount_image(layer.path, target)
+            self._mount_checked(layer, target)
         except OSError as e:
             target.rmdir()
             if e.errno == errno.ENOENT:
-                raise UnknownLayer(f"layer {layer.digest}: its image {layer.path} is gone") from e
+                raise UnknownLayer(f"layer {layer.digest}: {e.filename or layer.path} is gone") from e
             if e.errno in CORRUPT:
                 raise LayerCorrupt(
                     f"layer {layer.digest} cannot be mounted ({e.strerror}): "
                     "it is cut short or damaged; build it again"
                 ) from e
             raise
+        except DSecError:
+            target.rmdir()
+            raise
         return _tree(target)
 
-    def _mount_image(self, path: str, target: Path) -> None:
+    def _mount_checked(self, layer: LayerRef, target: Path) -> None:
+        """A copy of the metadata that was cut off or damaged since it was made is made anew, once."""
+        image = self._cache.local(layer)
+        try:
+            _check_size(image)
+            self._mount_files((image, *layer.blobs), target)
+        except OSError as e:
+            if image == layer.path or e.errno not in CORRUPT:
+                raise
+            self._cache.drop(layer)
+            image = self._cache.local(layer)
+            _check_size(image)
+            self._mount_files((image, *layer.blobs), target)
+
+    def _mount_files(self, files: tuple[str, ...], target: Path) -> None:
         if self.file_backed is not False:
             try:
-                mount(path, target, "erofs", FLAGS)
+                self._mount_file_backed(files, target)
             except OSError as e:
                 if e.errno not in (errno.ENOTBLK, errno.ENODEV):
                     raise
@@ -116,11 +203,54 @@ class LayerMounts:
             else:
                 self.file_backed = True
                 return
-        device, fd = loop.attach(path, read_only=True)
+        with (
+            contextlib.ExitStack() as held
+        ):  # the mount holds the devices; without a mount they go by themselves
+            devices = []
+            for file in files:
+                device, fd = loop.attach(file, read_only=True)
+                held.callback(os.close, fd)
+                devices.append(device)
+            _mount_erofs(devices, target)
+
+    @staticmethod
+    def _mount_file_backed(files: tuple[str, ...], target: Path) -> None:
+        """By descriptor: a value of fsconfig has at most 255 characters, a path may have more."""
+        fds = []
         try:
-            mount(device, target, "erofs", FLAGS)
+            for file in files:
+                fds.append(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+            _mount_erofs([f"/proc/self/fd/{fd}" for fd in fds], target)
         finally:
-            os.close(fd)  # the mount holds the device; without a mount it goes by itself
+            for fd in fds:
+                os.close(fd)
+
+
+def _mount_erofs(files: list[str], target: Path) -> None:
+    context = fsopen("erofs")
+    try:
+        fsconfig_string(context, "source", files[0])
+        fsconfig_flag(context, "ro")
+        for blob in files[1:]:
+            fsconfig_string(context, "device", blob)
+        fsconfig_create(context, f"erofs {target.name[:12]}")
+        mounted = fsmount(context, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NODEV)
+    finally:
+        os.close(context)
+    try:
+        move_mount(mounted, target)
+    finally:
+        os.close(mounted)
+
+
+def _take_away(entry: Path) -> None:
+    with contextlib.suppress(OSError):
+        umount2(entry, MNT_DETACH)
+    entry.rmdir()
+
+
+def _name(digest: str) -> str:
+    return digest.replace(":", "-")
 
 
 def _check_size(path: str) -> None:
