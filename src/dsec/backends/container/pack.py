@@ -111,7 +111,7 @@ class Packer:
             self._refuse_ending(sandbox_id)
             if sandbox_id in self._taking:
                 raise Unavailable(f"{sandbox_id}: its writable layer is being taken; try again")
-            if sandbox_id not in self._pool.names():
+            if not self._pool.has(sandbox_id):
                 raise _gone(sandbox_id)
             self._taking.add(sandbox_id)
         try:

@@ -161,6 +161,13 @@ class Pool:
             else:
                 btrfs.subvolume_destroy(self.fd, name)
 
+    def has(self, name: str) -> bool:
+        try:
+            os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
     def flush(self) -> None:
         """Writes out what is dirty: a snapshot soon after has the less to wait for."""
         if self.limited_by != "none":
