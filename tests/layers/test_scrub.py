@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsec.core.errors import InvalidArgument
-from dsec.layers.scrub import MAX_GLOBS, Rules, Scrub
+from dsec.layers.scrub import MAX_DEPTH, MAX_GLOBS, Rules, Scrub
 
 OUT = [
     "var/cache/apt/archives/x.deb",
@@ -162,19 +164,40 @@ def test_the_platforms_own_files(tmp_path: Path) -> None:
     assert left == {"etc", "etc/hosts", "etc/passwd", "etc/resolv.conf"}
 
 
-def test_deeper_than_a_path_may_be(tmp_path: Path) -> None:
-    (tmp_path / "tmp").mkdir()
-    here = os.open(tmp_path / "tmp", os.O_RDONLY)
-    try:
-        for _ in range(40):
-            os.mkdir("x" * 200, dir_fd=here)
-            below = os.open("x" * 200, os.O_RDONLY, dir_fd=here)
-            os.close(here)
-            here = below
-    finally:
+def _deep(top: Path, name: str, depth: int) -> int:
+    """A descriptor of the last."""
+    top.mkdir(parents=True)
+    here = os.open(top, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir(name, dir_fd=here)
+        below = os.open(name, os.O_RDONLY, dir_fd=here)
         os.close(here)
-    with pytest.raises(InvalidArgument, match="too long"):
-        Scrub(tmp_path, Rules())(b"tmp/" + b"x" * 200)
+        here = below
+    return here
+
+
+@pytest.fixture
+def deep_path(tmp_path: Path) -> Iterator[Path]:
+    """pytest's own removal does not get to the bottom."""
+    yield tmp_path
+    subprocess.run(["rm", "-rf", str(tmp_path)], check=True)
+
+
+def test_deeper_than_a_path_may_be(deep_path: Path) -> None:
+    """What is left out may be as deep as it likes; what is kept is found there."""
+    os.close(_deep(deep_path / "tmp/junk", "x" * 200, 1500))
+    last = _deep(deep_path / "tmp/wanted", "y" * 200, 40)
+    os.close(os.open("kept", os.O_WRONLY | os.O_CREAT, dir_fd=last))
+    os.close(last)
+    scrub = Scrub(deep_path, Rules(keep=("tmp/**/kept",)))
+    assert scrub(b"tmp/junk") and not scrub(b"tmp/wanted")
+    path = b"tmp/wanted/" + b"/".join([b"y" * 200] * 40)
+    assert not scrub(path) and not scrub(path + b"/kept")
+
+
+def test_too_deep_to_stay(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="deep"):
+        Scrub(tmp_path, Rules())(b"usr" + b"/d" * (MAX_DEPTH + 1))
 
 
 @pytest.mark.kernel

@@ -9,6 +9,7 @@ number of names; a slash at the end means all below. Case matters.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
 import re
@@ -23,7 +24,12 @@ from dsec.core.errors import InvalidArgument
 
 MAX_GLOBS: Final = 512
 MAX_GLOB: Final = 1024
+MAX_DEPTH: Final = 1024
+"""Of directories that stay. Whiteouts that lie deeper in what is left out go with it."""
 OPAQUE: Final = ("trusted.overlay.opaque", "user.overlay.opaque")
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_PIECE: Final = 2048
 _HOMES: Final = ("root", "home/*")
 
 CACHES: Final = (
@@ -139,7 +145,7 @@ class Scrub:
     """For a walk over an upper directory that nothing writes to: whether it passes an entry by.
 
     An entry is given by its path from `upper`; of a directory that is passed by nothing is looked at. Raises
-    InvalidArgument for what cannot be looked at (a path longer than the kernel takes, say).
+    InvalidArgument past MAX_DEPTH, and for what cannot be looked at.
     """
 
     def __init__(self, upper: Path, rules: Rules, platform: Mapping[str, str] | None = None) -> None:
@@ -168,7 +174,7 @@ class Scrub:
         if text is None:
             return False
         try:
-            fd = os.open(self._at(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = os.open(self._upper + b"/" + path, _READ)
         except OSError:
             return False
         try:
@@ -177,9 +183,13 @@ class Scrub:
             os.close(fd)
 
     def _left_out(self, path: bytes) -> bool:
+        if path.count(b"/") > MAX_DEPTH:
+            raise InvalidArgument(
+                f"scrubbing {path[:100]!r}...: directories lie over {MAX_DEPTH} deep: remove them"
+            )
         if not self._rules.matches(path):
             return False
-        st = os.lstat(self._at(path))
+        st = self._stat(path)
         if not stat.S_ISDIR(st.st_mode):
             return not _is_whiteout(st)
         if not self._rules.matches(path, directory=True):
@@ -194,17 +204,40 @@ class Scrub:
         waiting = [top]
         while waiting:
             here = waiting.pop()
-            if self._is_opaque(here):
-                self._stays(here, top)
-            with os.scandir(self._at(here)) as entries:
-                for entry in entries:
-                    path = here + b"/" + entry.name
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(path)
-                        if not self._rules.matches(path, directory=True):
-                            self._stays(path, top)
-                    elif not self._rules.matches(path) or _is_whiteout(entry.stat(follow_symlinks=False)):
-                        self._stays(here, top)
+            with self._opened(here) as fd:
+                if any(name in OPAQUE for name in os.listxattr(fd)):
+                    self._stays(here, top)
+                for name in map(os.fsencode, os.listdir(fd)):
+                    if self._look(fd, name, here, top) and here.count(b"/") < MAX_DEPTH:
+                        waiting.append(here + b"/" + name)
+
+    def _look(self, fd: int, name: bytes, here: bytes, top: bytes) -> bool:
+        """Whether it is a directory, to be looked at as well."""
+        path = here + b"/" + name
+        st = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        directory = stat.S_ISDIR(st.st_mode)
+        if not self._rules.matches(path, directory=directory) or _is_whiteout(st):
+            self._stays(path if directory else here, top)
+        return directory
+
+    def _stat(self, path: bytes) -> os.stat_result:
+        above, _, name = path.rpartition(b"/")
+        with self._opened(above) as fd:
+            return os.stat(name, dir_fd=fd, follow_symlinks=False)
+
+    @contextlib.contextmanager
+    def _opened(self, path: bytes) -> Iterator[int]:
+        """A directory. In pieces: a path as a whole may be longer than the kernel takes."""
+        fd = os.open(self._upper, _DIRECTORY)
+        try:
+            while path:
+                end = len(path) if len(path) <= _PIECE else path.rindex(b"/", 0, _PIECE)
+                below = os.open(path[:end], _DIRECTORY, dir_fd=fd)
+                os.close(fd)
+                fd, path = below, path[end + 1 :]
+            yield fd
+        finally:
+            os.close(fd)
 
     def _stays(self, path: bytes, top: bytes) -> None:
         while path not in self._staying:
@@ -212,12 +245,6 @@ class Scrub:
             if path == top:
                 return
             path = path.rpartition(b"/")[0]
-
-    def _is_opaque(self, path: bytes) -> bool:
-        return any(name in OPAQUE for name in os.listxattr(self._at(path), follow_symlinks=False))
-
-    def _at(self, path: bytes) -> bytes:
-        return self._upper + b"/" + path
 
 
 def _above(path: bytes) -> Iterator[bytes]:
