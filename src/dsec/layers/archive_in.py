@@ -75,18 +75,19 @@ def read_tar(
     the name of the entry that is at fault, LinkBelow among them.
     """
     source = Stream(stream, progress)
+    tar = Tar(source)
     reader = _Reader(tree, blob, whiteouts, below, limits)
     try:
-        return _read(source, reader)
+        return _read(source, tar, reader)
     except _Refused as e:
-        raise LinkBelow(_text(reader.name, str(e)), entry=_shown(reader.name)) from e
+        raise _refused(LinkBelow, reader.name or tar.name, str(e)) from e
     except BadEntry as e:
-        raise InvalidArgument(_text(reader.name, str(e)), entry=_shown(reader.name)) from e
+        raise _refused(InvalidArgument, reader.name or tar.name, str(e)) from e
     except (EOFError, zlib.error, lzma.LZMAError, OverflowError) as e:
-        raise _damaged(reader.name, e) from e
+        raise _damaged(reader.name or tar.name, e) from e
     except OSError as e:
         if e.errno is None:  # gzip and bz2: a bad checksum, a bad stream
-            raise _damaged(reader.name, e) from e
+            raise _damaged(reader.name or tar.name, e) from e
         raise
 
 
@@ -94,10 +95,8 @@ class _Refused(BadEntry):
     """A link to what only the layers below can have."""
 
 
-def _read(source: Stream, reader: _Reader) -> Summary:
-    tar = Tar(source)
+def _read(source: Stream, tar: Tar, reader: _Reader) -> Summary:
     for entry in tar:
-        reader.name = entry.name
         reader.add(tar, entry)
     source.drain()
     reader.finish()
@@ -108,12 +107,13 @@ def _shown(name: bytes) -> str:
     return name.decode("utf-8", "replace")[:300]
 
 
-def _text(name: bytes, why: str) -> str:
-    return f"reading a tar archive: entry {_shown(name)!r}: {why}"
+def _refused(error: type[InvalidArgument], name: bytes, why: str) -> InvalidArgument:
+    shown = _shown(name)
+    return error(f"reading a tar archive: entry {shown!r}: {why}", entry=shown)
 
 
 def _damaged(name: bytes, e: Exception) -> InvalidArgument:
-    return InvalidArgument(_text(name, f"the archive is damaged or cut short here: {e}"), entry=_shown(name))
+    return _refused(InvalidArgument, name, f"the archive is damaged or cut short here: {e}")
 
 
 class _Reader:
@@ -133,6 +133,7 @@ class _Reader:
         """Of files below that were linked to."""
         self._metadata = 0
         self.name = b""
+        """Of the whiteout that is applied at the end."""
         self.entries = self.size = 0
 
     def add(self, tar: Tar, entry: Entry) -> None:

@@ -17,6 +17,7 @@ MAX_FILE: Final = 1 << 44
 MAX_HEADER: Final = 1 << 20
 MAX_TRAILER: Final = 64 << 20
 MAX_RUNS: Final = 1 << 20
+MAX_GLOBAL: Final = 256
 _READ: Final = 1 << 20
 _MAX_TIME: Final = 1 << 33
 _ZEROS: Final = bytes(BLOCK)
@@ -125,6 +126,8 @@ class Tar:
         self._global: Records = {}
         self.content = Content(stream, 0)
         self._padding = 0
+        self.name = b""
+        """Of the entry that was read last, or is being read."""
 
     def __iter__(self) -> Iterator[Entry]:
         pax: Records = {}
@@ -151,8 +154,8 @@ class Tar:
             pax.update(records(data))
         else:
             self._global.update(records(data))
-            if sum(len(k) + len(v) for k, v in self._global.items()) > MAX_HEADER:
-                raise BadEntry("global headers of more than 1 MiB")
+            if len(self._global) > MAX_GLOBAL:  # each entry takes them all
+                raise BadEntry(f"global headers of more than {MAX_GLOBAL} records")
 
     def _header(self, block: bytes) -> bytes:
         size = number(block[124:136])
@@ -169,13 +172,15 @@ class Tar:
         if not 0 <= stored <= MAX_FILE:
             raise BadEntry(f"a size of {stored} bytes")
         name = pax.get(b"path") or names.get(ord("L")) or _name(block)
+        self.name = name
         size, runs = stored, None
         if kind == ord("S"):
             size, runs = number(block[483:495]), self._old_runs(block)
         self._carry(stored if kind in _CARRIES else 0)
         if b"GNU.sparse.major" in pax or b"GNU.sparse.map" in pax or b"GNU.sparse.offsets" in pax:
             name = pax.get(b"GNU.sparse.name") or name
-            size, runs = self._pax_runs(pax, stored)
+            self.name = name
+            size, runs = self._pax_runs(pax)
         if runs is not None:
             runs = _checked(runs, size, self.content.left)
         if kind == 0 and name.endswith(b"/"):
@@ -209,7 +214,7 @@ class Tar:
                 raise BadEntry(f"a map of holes of more than {MAX_RUNS} pieces")
         return runs
 
-    def _pax_runs(self, pax: Records, stored: int) -> tuple[int, list[Run]]:
+    def _pax_runs(self, pax: Records) -> tuple[int, list[Run]]:
         key = b"GNU.sparse.realsize" if pax.get(b"GNU.sparse.realsize") else b"GNU.sparse.size"
         size = _decimal(pax, key, MAX_FILE)
         if pax.get(b"GNU.sparse.major") == b"1":
