@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import stat
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from dsec.layers import secrets
 from dsec.layers.check import CAPABILITY, Finding, Limits, check
 from dsec.layers.erofs.format import BLOCK
 from dsec.layers.erofs.tree import HOLE, OPAQUE, Directory, Extent, File, Inode, Special, Symlink, Tree
@@ -193,6 +195,41 @@ def test_a_file_is_read_no_further_than_it_is_searched() -> None:
 
     check(tree(a=file(b"x")), read=read, below=Tree().lookup, limits=Limits(scan_first=10_000))
     assert taken == 10
+
+
+HOSTILE = [
+    b"\n" * (1 << 20),
+    b" " * (1 << 20),
+    b"://" + b":" * (1 << 20),
+    b"://a" * (1 << 18),
+    b":" * (1 << 20),
+    b"a:" * (1 << 19),
+    b"password " * (1 << 17),
+    b'"auth" ' * (1 << 17),
+    b"_auth" + b" " * (1 << 20),
+    b"-----BEGIN PRIVATE KEY-----\n" * (1 << 15),
+    b"-----BEGIN PRIVATE KEY-----\n" + b"A-: " * (1 << 18),
+    b"AKIA" * (1 << 18),
+    b"xoxb-1" * (1 << 17),
+    b"github_pat_" * (1 << 16),
+]
+
+
+@pytest.mark.parametrize("number", range(len(HOSTILE)))
+def test_no_content_takes_for_ever(number: int) -> None:
+    names = (
+        ".netrc",
+        ".docker/config.json",
+        ".git-credentials",
+        ".aws/credentials",
+        ".npmrc",
+        ".pypirc",
+        ".pgpass",
+    )
+    began = time.process_time()
+    for name in names:
+        list(secrets.search(name.encode(), HOSTILE[number]))
+    assert time.process_time() - began < 5
 
 
 def test_many_names_of_one_file_are_searched_once() -> None:

@@ -1,4 +1,7 @@
-"""What looks like a key, a token or a password, by content and by name of a file."""
+"""What looks like a key, a token or a password, by content and by name of a file.
+
+Files are hostile: no pattern takes more than time in proportion to what it looks at.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,7 @@ _NAMED: Final = (
     ),
     (
         re.compile(rb"(?:^|/)(?:\.git-credentials|\.config/git/credentials)\Z"),
-        re.compile(rb"://[^/\s@]*:[^/\s@]+@"),
+        re.compile(rb"://[^/\s@:]*:[^/\s@]+@"),
         "a password for git",
     ),
     (
@@ -86,7 +89,7 @@ _NAMED: Final = (
     ),
     (
         re.compile(rb"(?:^|/)\.pypirc\Z"),
-        re.compile(rb"(?m)^\s*password\s*[=:]\s*\S"),
+        re.compile(rb"(?m)^[ \t]*password[ \t]*[=:][ \t]*\S"),
         "a password in .pypirc",
     ),
     (re.compile(rb"(?:^|/)\.pgpass\Z"), re.compile(rb"(?m)^[^#\s][^\n]*:[^\n:]+$"), "a password in .pgpass"),
