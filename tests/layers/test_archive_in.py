@@ -19,7 +19,7 @@ from tests.layers.test_tarball import HEADERS, HOSTILE
 from tests.layers.trees import Made, facts, of_tar
 
 from dsec.core.errors import InvalidArgument
-from dsec.layers import tar_headers
+from dsec.layers import tar_acls, tar_headers
 from dsec.layers.archive_in import Limits, LinkBelow
 from dsec.layers.erofs.tree import OPAQUE, Directory, File, Inode, Special, is_opaque, is_whiteout
 
@@ -233,7 +233,8 @@ def test_short_reads_and_progress() -> None:
         def read(self, size: int | None = -1, /) -> bytes:
             return super().read(min(size or 0, 700))
 
-    data, told = packed(member("a", b"x" * 10_000), member("b" * 150, b"y")), []
+    data = packed(member("a", b"x" * 10_000), member("b" * 150, b"y"))
+    told: list[int] = []
     made = Made()
     made.read_tar(Slow(data), progress=told.append)
     assert facts(made) == facts(of_tar(data)) and told[-1] == len(data) and told == sorted(told)
@@ -349,3 +350,49 @@ def test_the_opaque_mark_is_no_ones_to_give() -> None:
     evil = member("d", type=DIR, pax_headers={f"SCHILY.xattr.{OPAQUE.decode()}": "y"})
     with pytest.raises(InvalidArgument, match="what an overlay obeys"):
         of_tar(packed(evil))
+
+
+ACL = b"user::rw-\nuser:0:rwx\nuser:54321:r--\ngroup::r--\nmask::rwx\nother::r--\n"
+
+
+@ROOT
+def test_access_control_lists_of_gnu_tar(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    (root / "d").mkdir(parents=True)
+    (root / "f").touch()
+    os.setxattr(root / "f", "system.posix_acl_access", tar_acls.encode(ACL))
+    os.setxattr(root / "d", "system.posix_acl_default", tar_acls.encode(ACL))
+    command = ["tar", "--format=pax", "--acls", "--numeric-owner", "-cf", "-", "-C", str(root), "."]
+    data = subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
+    assert b"SCHILY.acl.access" in data and b"SCHILY.acl.default" in data
+    expected = Made()
+    expected.read_directory(root)
+    found, wanted = facts(of_tar(data)), facts(expected)
+    for name in (b"/f", b"/d"):
+        assert found[name].xattrs == wanted[name].xattrs != ()
+        assert found[name].mode == wanted[name].mode
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "user:lisa:rw-",
+        "user::rw-",
+        "user::rw-,group::r--,other::r--,user:7:rwx",
+        "user::rw-,user::rw-,group::r--,other::r--",
+        "user::rwz,group::r--,other::r--",
+        "user:4294967295:rw-",
+        "nobody::rw-",
+        "user",
+        "mask:5:rwx",
+    ],
+)
+def test_access_control_lists_that_make_no_sense(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="entry 'f': an access control list"):
+        of_tar(packed(member("f", pax_headers={"SCHILY.acl.access": text})))
+
+
+def test_access_control_lists_of_star() -> None:
+    text = "user::rw-,user:lisa:r--:54321,user:root:rwx:0,group::r--,mask::rwx,other::r--"
+    made = of_tar(packed(member("f", pax_headers={"SCHILY.acl.access": text})))
+    assert made.tree.root.children[b"f"].xattrs == {b"system.posix_acl_access": tar_acls.encode(ACL)}

@@ -80,7 +80,8 @@ def inodes(draw: Any, made: Made, depth: int) -> Inode:
         extents, tail = made.writer.add(io.BytesIO(content), len(content))
         mode = stat.S_IFREG | draw(MODE)
         return File(mode, size=len(content), extents=extents, tail=tail, xattrs=draw(XATTRS), **common)
-    return draw(directories(made, depth - 1, common))
+    below: Directory = draw(directories(made, depth - 1, common))
+    return below
 
 
 @st.composite

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.layers.test_build import rich_tree
@@ -66,7 +67,8 @@ def test_what_is_excluded_is_not_looked_at(tmp_path: Path) -> None:
     for path in ("a/b/c", "a/d"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).touch()
-    made, asked = Made(), []
+    made = Made()
+    asked: list[bytes] = []
 
     def exclude(path: bytes) -> bool:
         asked.append(path)
@@ -117,7 +119,10 @@ def test_another_file_system(tmp_path: Path) -> None:
 def test_what_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """The change is made between the look at an entry and its reading."""
     victim = tmp_path / "x"
-    victim.mkdir() if what.startswith("directory") else victim.write_bytes(b"x" * 10_000)
+    if what.startswith("directory"):
+        victim.mkdir()
+    else:
+        victim.write_bytes(b"x" * 10_000)
 
     def change() -> None:
         if what == "grows":
@@ -132,24 +137,18 @@ def test_what_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.Monke
             if what == "becomes a link":
                 victim.symlink_to("/etc/passwd")
 
-    if what in ("grows", "shrinks"):
-        runs = directory_in._runs
-        monkeypatch.setattr(directory_in, "_runs", lambda fd, st: (change(), runs(fd, st))[1])
-    else:
-        entry = directory_in._Walk._entry
-        stat_ = os.stat
+    where = "_runs" if what in ("grows", "shrinks") else "_seen"
+    real = getattr(directory_in, where)
 
-        def seen(*args: object, **kwargs: object) -> os.stat_result:
-            found = stat_(*args, **kwargs)  # type: ignore[call-overload]
-            monkeypatch.setattr(directory_in.os, "stat", stat_)
+    def hooked(*args: Any) -> Any:
+        if where == "_runs":
             change()
-            return found  # type: ignore[no-any-return]
+            return real(*args)
+        found = real(*args)
+        change()
+        return found
 
-        def hooked(walk: directory_in._Walk, fd: int, name: bytes) -> object:
-            monkeypatch.setattr(directory_in.os, "stat", seen)
-            return entry(walk, fd, name)
-
-        monkeypatch.setattr(directory_in._Walk, "_entry", hooked)
+    monkeypatch.setattr(directory_in, where, hooked)
     with pytest.raises(InvalidArgument, match=r"'/x': .*(vanished|changed|replaced|ends .* early)"):
         read(tmp_path)
 

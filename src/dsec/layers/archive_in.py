@@ -19,11 +19,13 @@ from dsec.core.errors import InvalidArgument
 from dsec.layers.erofs.data import BlobWriter
 from dsec.layers.erofs.encode import CannotWrite, xattrs_size
 from dsec.layers.erofs.tree import OPAQUE, Directory, File, Inode, Special, Symlink, Tree, Xattrs
-from dsec.layers.tar_headers import FILES, MAX_FILE, BadEntry, Entry, Source, Stream, Tar
+from dsec.layers.tar_acls import add_acls
+from dsec.layers.tar_headers import FILES, MAX_FILE, BadEntry, Entry, Source, Stream, Tar, xattrs
 
 MAX_LINK: Final = 4095
 _NODES: Final = {ord("3"): stat.S_IFCHR, ord("4"): stat.S_IFBLK, ord("6"): stat.S_IFIFO}
 _ACLS: Final = (b"system.posix_acl_access", b"system.posix_acl_default")
+_WHITEOUT: Final = b".wh."
 _LABEL: Final = b"security.selinux"
 """Of the host where it was packed: left out."""
 
@@ -141,7 +143,7 @@ class _Reader:
         parts = self._parts(entry.name)
         if not parts:
             self._dress_root(entry)
-        elif parts[-1].startswith(b".wh."):
+        elif parts[-1].startswith(_WHITEOUT):
             self._note_whiteout(parts)
         else:
             self._make(tar, entry, parts, self._directory(parts[:-1]))
@@ -164,7 +166,8 @@ class _Reader:
         parts = tuple(p for p in name.split(b"/") if p and p != b".")
         if b".." in parts:
             raise BadEntry("a name with '..'")
-        if any(len(p) > 255 for p in parts):
+        # A whiteout is longer than the name it hides.
+        if parts and max(*map(len, parts[:-1]), len(parts[-1].removeprefix(_WHITEOUT)), 0) > 255:
             raise BadEntry("a name of more than 255 bytes")
         return parts
 
@@ -239,9 +242,12 @@ class _Reader:
         kind = stat.S_IFMT(inode.mode)
         inode.mode = kind | (0o777 if kind == stat.S_IFLNK else entry.mode)
         inode.uid, inode.gid, inode.mtime_ns = entry.uid, entry.gid, entry.mtime_ns
-        inode.xattrs = self._xattrs(entry.xattrs, kind) if entry.xattrs else None
+        inode.xattrs = self._xattrs(entry, kind) if entry.pax else None
 
-    def _xattrs(self, found: Xattrs, kind: int) -> Xattrs | None:
+    def _xattrs(self, entry: Entry, kind: int) -> Xattrs | None:
+        found = xattrs(entry.pax)
+        if kind != stat.S_IFLNK:
+            add_acls(entry.pax, found)
         kept = {name: value for name, value in found.items() if name != _LABEL}
         for name, value in kept.items():
             _check_xattr(name, value, kind, self._limits.xattr)
@@ -287,7 +293,7 @@ class _Reader:
         return self._copies[target]
 
     def _note_whiteout(self, parts: Parts) -> None:
-        hidden = parts[-1].removeprefix(b".wh.")
+        hidden = parts[-1].removeprefix(_WHITEOUT)
         if hidden == b".wh..opq":
             self._directory(parts[:-1])
             self._opaque.add(parts[:-1])

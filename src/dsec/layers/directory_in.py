@@ -128,7 +128,7 @@ class _Walk:
             os.close(fd)
 
     def _entry(self, fd: int, name: bytes) -> Inode:
-        st = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        st = _seen(fd, name)
         if st.st_dev != self._device:
             raise _Bad("another filesystem is mounted there: unmount it, or build from a copy")
         self._entries += 1
@@ -217,6 +217,10 @@ def _runs(fd: int, st: os.stat_result) -> list[Run]:
     if end < st.st_size:
         runs.append((end, st.st_size - end))
     return runs
+
+
+def _seen(fd: int, name: bytes) -> os.stat_result:
+    return os.stat(name, dir_fd=fd, follow_symlinks=False)
 
 
 def _stamp(st: os.stat_result) -> tuple[int, int]:

@@ -53,7 +53,7 @@ class Entry(NamedTuple):
     mtime_ns: int
     link: bytes
     device: Run
-    xattrs: Records
+    pax: Records
     runs: list[Run] | None
 
 
@@ -196,7 +196,7 @@ class Tar:
             _mtime(pax.get(b"mtime") or b"%d" % number(block[136:148])),
             pax.get(b"linkpath") or names.get(ord("K")) or block[157:257].split(b"\0", 1)[0],
             (number(block[329:337]), number(block[337:345])) if kind in b"34" else (0, 0),
-            xattrs(pax) if pax else {},
+            pax,
             runs,
         )
 
