@@ -79,15 +79,22 @@ def test_what_is_excluded_is_not_looked_at(tmp_path: Path) -> None:
     assert asked == [b"a", b"a/b", b"a/d"]
 
 
-def test_deeper_than_a_path_may_be(tmp_path: Path) -> None:
+@pytest.mark.parametrize("depth", [20, 21])
+def test_the_longest_path(tmp_path: Path, depth: int) -> None:
+    """From where it is read; that there is more above it does not count."""
     fd = os.open(tmp_path, os.O_RDONLY)
-    for _ in range(60):
+    for _ in range(depth):
         os.mkdir("d" * 200, dir_fd=fd)
         below = os.open("d" * 200, os.O_RDONLY, dir_fd=fd)
         os.close(fd)
         fd = below
+    os.close(os.open("f" * 75, os.O_WRONLY | os.O_CREAT, dir_fd=fd))
     os.close(fd)
-    assert len(facts(read(tmp_path))) == 61
+    if depth == 20:
+        assert len(facts(read(tmp_path))) == 22
+        return
+    with pytest.raises(InvalidArgument, match="its path is too long"):
+        read(tmp_path)
 
 
 @ROOT

@@ -20,6 +20,8 @@ from dsec.layers.erofs.encode import CannotWrite, xattrs_size
 from dsec.layers.erofs.tree import OPAQUE, Directory, File, Inode, Special, Symlink, Tree, Xattrs
 
 MAX_ENTRIES: Final = 20_000_000
+MAX_PATH: Final = 4095
+"""Bytes from the root: what is longer, no program reaches by its name."""
 MAX_RUNS: Final = 1 << 20
 _STEP: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -100,6 +102,7 @@ class _Walk:
     def _directory(self, parts: Parts, directory: Directory) -> list[tuple[Parts, Directory]]:
         """Reads it. The directories in it are to be read next."""
         below: list[tuple[Parts, Directory]] = []
+        length = sum(map(len, parts)) + len(parts)
         with self._opened(parts) as fd:
             st = os.fstat(fd)
             if st.st_dev != self._device:
@@ -109,6 +112,8 @@ class _Walk:
                 self._path = (*parts, name)
                 if self._exclude and self._exclude(b"/".join(self._path)):
                     continue
+                if length + len(name) > MAX_PATH:
+                    raise _Bad(f"its path is too long: more than {MAX_PATH} bytes")
                 made = directory.children[name] = self._entry(fd, name)
                 if isinstance(made, Directory):
                     below.append((self._path, made))
