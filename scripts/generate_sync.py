@@ -39,7 +39,7 @@ A client has a thread with a loop of its own; callbacks such as `on_stdout` are 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Iterable, Iterator
+from collections.abc import AsyncIterable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, overload
@@ -56,6 +56,7 @@ from dsec.client._stream import Chunk
 from dsec.client._transport import Transport
 from dsec.wire import api
 from dsec.wire.edge import DEFAULT_OUTPUT_LIMIT, NodeInfo, SandboxInfo, SandboxStats
+from dsec.wire.layers import LayerInfo, Packed
 
 __all__ = [
     "Chunk",

@@ -41,7 +41,8 @@ def source(tmp_path: Path) -> Path:
 def mounted(store: LayerStore, layer: Layer, where: Path) -> Iterator[Path]:
     """The layer's tree."""
     where.mkdir(exist_ok=True)
-    syscalls.mount(str(store.file(layer.digest)), where, "erofs", MS_RDONLY)
+    blobs = ",".join(f"device={path}" for path in store.ref(layer).blobs)
+    syscalls.mount(str(store.file(layer.digest)), where, "erofs", MS_RDONLY, blobs)
     try:
         yield where
     finally:

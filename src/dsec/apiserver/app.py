@@ -18,6 +18,7 @@ from dsec.apiserver.http import (
     Send,
     answer_error,
 )
+from dsec.apiserver.layers import Layers
 from dsec.apiserver.node import NodeApi
 from dsec.apiserver.openapi import document
 from dsec.apiserver.operations import Operations
@@ -49,7 +50,9 @@ class ApiServer:
         self._sandboxes = Sandboxes(access)
         operations = Operations(access)
         node = NodeApi(access)
-        table = routes(self._sandboxes, operations, Files(access, operations), Sockets(access), node)
+        table = routes(
+            self._sandboxes, operations, Files(access, operations), Sockets(access), Layers(access), node
+        )
         node.document = document(table)
         self._router = Router(table)
 

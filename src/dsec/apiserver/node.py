@@ -1,10 +1,6 @@
-"""The node, its layers, the document, health."""
+"""The node, the document, health."""
 
 from __future__ import annotations
-
-from typing import Any
-
-import msgspec
 
 import dsec
 from dsec.apiserver.access import Access
@@ -21,11 +17,6 @@ class NodeApi:
     async def node(self, r: Request) -> None:
         edge = self._access.placement.edges[0]
         await answer(r, await self._access.bus.request(f"edge.{edge}.node", m.NodeQuery()))
-
-    async def layers(self, r: Request) -> None:
-        found: list[Any] = await self._access.bus.request("layers.list", None)
-        layers = [msgspec.convert(layer, api.LayerInfo, from_attributes=True) for layer in found]
-        await answer(r, api.LayerList(layers=layers))
 
     async def openapi(self, r: Request) -> None:
         await answer_bytes(r, self.document)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from dsec.apiserver.files import Files
+from dsec.apiserver.layers import Layers
 from dsec.apiserver.node import NodeApi
 from dsec.apiserver.operations import Operations
 from dsec.apiserver.router import Query, Route
@@ -12,6 +13,7 @@ from dsec.apiserver.sandboxes import Sandboxes
 from dsec.apiserver.sockets import Sockets
 from dsec.wire import api
 from dsec.wire import edge as m
+from dsec.wire import layers as lm
 
 BOX: Final = "/v1/sandboxes/{id}"
 OP: Final = BOX + "/operations/{op_id}"
@@ -30,16 +32,59 @@ KEY = Query("Idempotency-Key", about="A repeat with the same key answers with th
 
 
 def routes(
-    sandboxes: Sandboxes, operations: Operations, files: Files, sockets: Sockets, node: NodeApi
+    sandboxes: Sandboxes,
+    operations: Operations,
+    files: Files,
+    sockets: Sockets,
+    layers: Layers,
+    node: NodeApi,
 ) -> list[Route]:
     return [
         *_sandboxes(sandboxes),
         *_operations(operations, sockets),
         *_files(files, sockets),
         Route("GET", "/v1/node", node.node, "The node: backends, counts, memory, load.", m.NodeInfo),
-        Route("GET", "/v1/layers", node.layers, "Layers that sandboxes can stand on.", api.LayerList),
+        *_layers(layers),
         Route("GET", "/openapi.json", node.openapi, "This document.", "application/json", public=True),
         Route("GET", "/healthz", node.health, "Is the server up?", api.Health, public=True),
+    ]
+
+
+def _layers(s: Layers) -> list[Route]:
+    reference = Query(
+        "ref", "string", "Name, digest, or the first 12 and more figures of one.", required=True
+    )
+    return [
+        Route(
+            "GET",
+            "/v1/layers",
+            s.list,
+            "Layers that sandboxes can stand on, in the order of their names, in pages.",
+            lm.LayerPage,
+            query=(
+                Query("prefix"),
+                Query("kind"),
+                Query("after", about="`next` of the page before."),
+                Query("limit", "integer"),
+            ),
+        ),
+        Route("GET", "/v1/layer", s.get, "All that is known of a layer.", lm.LayerInfo, query=(reference,)),
+        Route(
+            "DELETE",
+            "/v1/layer",
+            s.remove,
+            "Take a name away, and with the last name its layer.",
+            lm.Removed,
+            query=(reference,),
+        ),
+        Route(
+            "POST",
+            "/v1/layers:import",
+            s.import_image,
+            "Import an image of a registry; answers when it can be used.",
+            lm.LayerInfo,
+            api.ImportRequest,
+        ),
     ]
 
 
@@ -62,6 +107,14 @@ def _sandboxes(s: Sandboxes) -> list[Route]:
             api.CreateRequest,
             headers=(KEY,),
             status=(201,),
+        ),
+        Route(
+            "POST",
+            BOX + "/pack_diff",
+            s.pack,
+            "Take what the sandbox has changed as a layer; it goes on.",
+            lm.Packed,
+            api.PackRequest,
         ),
         Route(
             "POST",

@@ -20,6 +20,7 @@ from dsec.core.ids import new_sandbox_id
 from dsec.core.specs import validate
 from dsec.wire import api
 from dsec.wire import edge as m
+from dsec.wire.layers import PackDiff
 
 log = logging.getLogger(__name__)
 MAX_KEY: Final = 255
@@ -31,6 +32,7 @@ MAX_PAGE: Final = 1000
 _create = msgspec.json.Decoder(api.CreateRequest)
 _batch = msgspec.json.Decoder(api.BatchRequest)
 _cancel = msgspec.json.Decoder(api.CancelRequest)
+_pack = msgspec.json.Decoder(api.PackRequest)
 _line = msgspec.json.Encoder().encode
 
 
@@ -174,6 +176,14 @@ class Sandboxes:
         sandbox_id = await self._access.sandbox(r)
         message = m.SandboxId(sandbox_id=sandbox_id)
         await answer(r, await self._access.ask(sandbox_id, "sandbox_stats", message))
+
+    async def pack(self, r: Request) -> None:
+        """Its writable layer as a layer; answers when that can be used."""
+        sandbox_id = await self._access.sandbox(r)
+        body = await r.json(_pack)
+        fields = msgspec.structs.asdict(body)
+        message = PackDiff(sandbox_id=sandbox_id, principal=r.principal.name, **fields)
+        await answer(r, await self._access.ask(sandbox_id, "pack", message))
 
     async def list(self, r: Request) -> None:
         limit = r.number("limit", 100, 1, MAX_PAGE)

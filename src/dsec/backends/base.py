@@ -7,7 +7,7 @@ connection that `connect` gives, the same for every backend. tests/backends/ is 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -79,13 +79,23 @@ class Exit(msgspec.Struct, frozen=True, kw_only=True):
 class WritableSnapshot:
     """A sandbox's writable layer as it was at one instant. To be closed, in a thread: that blocks."""
 
-    def __init__(self, upper: Path, *, frozen_s: float, how: str, close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        upper: Path,
+        *,
+        frozen_s: float,
+        how: str,
+        close: Callable[[], None],
+        platform: Mapping[str, str] | None = None,
+    ) -> None:
         self.upper = upper
         """The upper directory of an overlay, with whiteouts and opaque directories; nothing writes to it."""
         self.frozen_s = frozen_s
         """How long what runs in the sandbox stood still, in seconds."""
         self.how = how
         """`snapshot`, `reflink` or `copy`: whether the time depends on nothing, on files, or on bytes."""
+        self.platform = dict(platform or {})
+        """Files of /etc that were the sandbox's own, not its image's: name and content, as they were written."""
         self._close: Callable[[], None] | None = close
 
     def close(self) -> None:

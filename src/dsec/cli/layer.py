@@ -23,6 +23,7 @@ from dsec.layers.model import KINDS, Kind, Layer
 from dsec.layers.store import LayerStore
 
 STAGES = {
+    "fetch": "fetching layers",
     "unpack": "unpacking",
     "suite": "installing the suite",
     "survey": "looking over the tree",
@@ -68,10 +69,16 @@ def layer_group() -> None:
 @data_option
 @json_option
 @click.option("--kind", type=click.Choice(KINDS))
-def ls(data: Path, as_json: bool, kind: str | None) -> None:
+@click.option("--prefix", default="", help="Names that begin so.")
+@click.option("--all", "-a", "every", is_flag=True, help="Also layers that have no name.")
+def ls(data: Path, as_json: bool, kind: str | None, prefix: str, every: bool) -> None:
     """Layers, by name."""
     with open_store(data) as store:
-        layers = [layer for layer in store.list() if kind in (None, layer.kind)]
+        layers = [
+            layer
+            for layer in store.list()
+            if kind in (None, layer.kind) and layer.name.startswith(prefix) and (layer.name or every)
+        ]
     if as_json:
         print_json(layers)
         return
@@ -83,7 +90,7 @@ def ls(data: Path, as_json: bool, kind: str | None) -> None:
                 layer.name or "-",
                 layer.kind,
                 layer.digest[:12],
-                size(layer.size),
+                size(layer.total),
                 ago(now - layer.created),
                 layer.provenance.source.replace("[", r"\["),
             ]
@@ -108,16 +115,23 @@ def show(data: Path, as_json: bool, reference: str) -> None:
         "name": ", ".join(names) or "-",
         "digest": layer.digest,
         "kind": layer.kind,
-        "size": size(layer.size),
+        "size": size(layer.total) + (f", of it metadata {size(layer.size)}" if layer.blobs else ""),
+        "files": str(layer.files or ""),
+        "below": " ".join(digest[:12] for digest in layer.below),
         "created": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(layer.created)),
         "from": layer.provenance.source,
         "command": shlex.join(layer.provenance.command),
+        "built by": layer.provenance.builder,
+        "sandbox": layer.provenance.sandbox,
+        "manifest": layer.provenance.manifest,
         "packed by": layer.provenance.tool,
         "labels": " ".join(f"{k}={v}" for k, v in sorted(layer.labels.items())),
         "env": " ".join(f"{k}={v}" for k, v in sorted(layer.config.env.items())),
         "user": layer.config.user,
         "workdir": layer.config.workdir,
         "shell": shlex.join(layer.config.shell),
+        "entrypoint": shlex.join(layer.config.entrypoint),
+        "cmd": shlex.join(layer.config.cmd),
         "file": str(store.file(layer.digest)),
     }
     for key, value in rows.items():
@@ -180,7 +194,7 @@ def build(
     if as_json:
         print_json(layer)
     else:
-        console.print(f"{layer.name}  {layer.digest[:12]}  {size(layer.size)}", markup=False)
+        console.print(f"{layer.name}  {layer.digest[:12]}  {size(layer.total)}", markup=False)
 
 
 @layer_group.command()
@@ -214,7 +228,7 @@ def verify(data: Path, as_json: bool, references: tuple[str, ...]) -> None:
     with open_store(data) as store, Shown() as shown:
         layers = [store.find(r) for r in references] if references else store.list()
         for layer in {layer.digest: layer for layer in layers}.values():
-            shown.begin(f"reading {layer.name or layer.digest[:12]}", layer.size)
+            shown.begin(f"reading {layer.name or layer.digest[:12]}", layer.total)
             found.append({"name": layer.name, "digest": layer.digest, "fault": _fault(store, layer, shown)})
     if as_json:
         print_json(found)

@@ -21,7 +21,8 @@ COMMANDS = {
     "cp": "dsec.cli.copy:cp",
     "logs": "dsec.cli.commands:logs",
     "top": "dsec.cli.top:top",
-    "layer": "dsec.cli.layer:layer_group",
+    "layer": "dsec.cli.layer_images:layer_group",
+    "pack": "dsec.cli.pack:pack",
     "doctor": "dsec.cli.doctor:doctor",
     "bench": "dsec.cli.bench:bench_command",
 }

@@ -34,6 +34,11 @@ DEFAULT_LISTEN = "127.0.0.1:7070"
     help="Everything lives below it.",
 )
 @click.option(
+    "--store",
+    type=click.Path(path_type=Path),
+    help="Where layers lie, shared with other nodes perhaps; DATA/store when it is not given.",
+)
+@click.option(
     "--listen", default=DEFAULT_LISTEN, show_default=True, help="ADDRESS:PORT; port 0 takes a free one."
 )
 @click.option(
@@ -42,6 +47,12 @@ DEFAULT_LISTEN = "127.0.0.1:7070"
 @click.option("--ready-file", type=click.Path(path_type=Path), help="Written with the URL once it serves.")
 @click.option("--max-sandboxes", type=click.IntRange(1, 100_000), default=10_000, show_default=True)
 @click.option("--keep", is_flag=True, help="Leave sandboxes running at the end, for the next start.")
+@click.option(
+    "--prefetch/--no-prefetch",
+    default=True,
+    show_default=True,
+    help="Read ahead, on a cold start, what an image's first run read.",
+)
 @click.option(
     "--mount-path",
     type=click.Choice(["auto", "fd", "staged"]),
@@ -104,12 +115,14 @@ def edge_id(data: Path) -> str:
 async def serve(
     *,
     data: Path,
+    store: Path | None,
     listen: str,
     token_file: Path | None,
     ready_file: Path | None,
     max_sandboxes: int,
     keep: bool,
     mount_path: str,
+    prefetch: bool,
 ) -> None:
     from dsec.cli.node import Node
 
@@ -120,7 +133,14 @@ async def serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
-    node = Node(data.resolve(), edge_id(data), max_sandboxes=max_sandboxes, mount_path=mount_path)
+    node = Node(
+        data.resolve(),
+        edge_id(data),
+        max_sandboxes=max_sandboxes,
+        mount_path=mount_path,
+        prefetch=prefetch,
+        store=store.resolve() if store else None,
+    )
     try:
         await node.start()
         token = node.first_token(token_file)

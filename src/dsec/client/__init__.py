@@ -8,8 +8,9 @@ from dsec.client._result import CommandFailed, CommandResult, Output
 from dsec.client._sandbox import Sandbox, Session
 from dsec.client._stream import Chunk
 from dsec.core.errors import DSecError
-from dsec.wire.api import FileInfo, LayerInfo, Operation
+from dsec.wire.api import FileInfo, Operation
 from dsec.wire.edge import NodeInfo, SandboxInfo, SandboxStats
+from dsec.wire.layers import LayerInfo, Packed
 
 __all__ = [
     "Chunk",
@@ -25,6 +26,7 @@ __all__ = [
     "NodeInfo",
     "Operation",
     "Output",
+    "Packed",
     "Sandbox",
     "SandboxInfo",
     "SandboxStats",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Final
+from typing import Final, Literal
 from uuid import uuid4
 
 import msgspec
@@ -19,6 +19,7 @@ from dsec.core.errors import DSecError, InvalidArgument, ProtocolError, from_cod
 from dsec.core.ids import edge_of
 from dsec.wire import api
 from dsec.wire.edge import NodeInfo, SandboxInfo, SandboxPage
+from dsec.wire.layers import LayerInfo, LayerPage, Removed
 
 DEFAULT_URL: Final = "http://127.0.0.1:7070"
 PAGE: Final = 1000
@@ -176,9 +177,49 @@ class DSecClient:
         """The node: backends, counts, memory, load."""
         return await self._connection.call(NodeInfo, "GET", "/v1/node")
 
-    async def layers(self) -> list[api.LayerInfo]:
-        """Layers that sandboxes can stand on."""
-        return (await self._connection.call(api.LayerList, "GET", "/v1/layers")).layers
+    # --- layers ---
+
+    async def layers(self, *, prefix: str = "", kind: str = "") -> AsyncIterator[LayerInfo]:
+        """Layers that sandboxes can stand on, in the order of their names.
+
+        prefix: how their names begin. kind: base, workspace, toolkit or snapshot.
+        """
+        after = ""
+        while True:
+            rest = query(prefix=prefix, kind=kind, after=after, limit=PAGE)
+            page = await self._connection.call(LayerPage, "GET", f"/v1/layers{rest}")
+            for layer in page.layers:
+                yield layer
+            if not page.next:
+                return
+            after = page.next
+
+    async def layer(self, reference: str) -> LayerInfo:
+        """One, by name, digest, or the first 12 and more figures of one. Raises UnknownLayer."""
+        return await self._connection.call(LayerInfo, "GET", f"/v1/layer{query(ref=reference)}")
+
+    async def remove_layer(self, reference: str) -> list[str]:
+        """Takes a name away, and with the last one its layer; what is gone. Raises UnknownLayer, Conflict."""
+        path = f"/v1/layer{query(ref=reference)}"
+        return (await self._connection.call(Removed, "DELETE", path)).removed
+
+    async def import_image(
+        self,
+        source: str,
+        name: str = "",
+        *,
+        kind: Literal["base", "workspace", "toolkit", "snapshot"] = "base",
+        labels: Mapping[str, str] | None = None,
+        platform: str = "",
+    ) -> LayerInfo:
+        """An image of a registry (HOST/REPOSITORY:TAG), made a layer; what is there already is only named.
+
+        Raises NotFound, Unauthenticated and PermissionDenied of the registry, Unavailable, LayerCorrupt.
+        """
+        body = api.ImportRequest(
+            source=source, name=name, kind=kind, labels=dict(labels or {}), platform=platform
+        )
+        return await self._connection.call(LayerInfo, "POST", "/v1/layers:import", body)
 
 
 class _Batch:

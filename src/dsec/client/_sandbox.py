@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, overload
 
@@ -15,6 +16,7 @@ from dsec.core.errors import DSecError, InvalidArgument
 from dsec.core.ids import new_operation_id
 from dsec.wire import api
 from dsec.wire.edge import DEFAULT_OUTPUT_LIMIT, SandboxInfo, SandboxStats
+from dsec.wire.layers import Packed
 
 INLINE_STDIN = 1 << 20
 """More input than this is sent after the request, in parts."""
@@ -315,6 +317,40 @@ class Sandbox:
     async def stats(self) -> SandboxStats:
         """What it uses. Raises WrongState when it does not run."""
         return await self._connection.call(SandboxStats, "GET", self._target + "/stats")
+
+    async def pack_diff(
+        self,
+        name: str = "",
+        *,
+        labels: Mapping[str, str] | None = None,
+        scrub: bool = True,
+        remove: Sequence[str] = (),
+        keep: Sequence[str] = (),
+        refuse: bool = True,
+        smoke: str = "",
+        smoke_timeout: float = 60.0,
+    ) -> Packed:
+        """Take what it has changed as a layer on those that it stands on; the sandbox goes on.
+
+        Start others from it by `container_image=name`, or by the layer's digest. `scrub`: leave out caches,
+        histories, logs and temporary files; `remove`: globs of what to leave out besides, `keep` of what
+        stays. `refuse`: a finding such as a key in a file is an error. `smoke`: a shell command that must end
+        with 0 in a fresh sandbox of the layer, within `smoke_timeout` seconds, before the layer is named.
+
+        Raises WrongState, InvalidArgument (a finding, a bad glob), Conflict (the smoke command failed),
+        DiskFull, Unsupported (a backend without it).
+        """
+        body = api.PackRequest(
+            name=name,
+            labels=dict(labels or {}),
+            defaults=scrub,
+            remove=list(remove),
+            keep=list(keep),
+            refuse=refuse,
+            smoke=smoke,
+            smoke_timeout_s=smoke_timeout,
+        )
+        return await self._connection.call(Packed, "POST", self._target + "/pack_diff", body)
 
     async def stop(self) -> SandboxInfo:
         """End it; returns when nothing of it is left. A repeat is no error."""

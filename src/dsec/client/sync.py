@@ -5,7 +5,7 @@ A client has a thread with a loop of its own; callbacks such as `on_stdout` are 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Iterable, Iterator
+from collections.abc import AsyncIterable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, overload
@@ -22,6 +22,7 @@ from dsec.client._stream import Chunk
 from dsec.client._transport import Transport
 from dsec.wire import api
 from dsec.wire.edge import DEFAULT_OUTPUT_LIMIT, NodeInfo, SandboxInfo, SandboxStats
+from dsec.wire.layers import LayerInfo, Packed
 
 __all__ = [
     "Chunk",
@@ -533,6 +534,40 @@ class Sandbox:
         result: SandboxStats = _twin(self._portal, self._portal.call(self._inner.stats()))
         return result
 
+    def pack_diff(
+        self,
+        name: str = "",
+        *,
+        labels: Mapping[str, str] | None = None,
+        scrub: bool = True,
+        remove: Sequence[str] = (),
+        keep: Sequence[str] = (),
+        refuse: bool = True,
+        smoke: str = "",
+        smoke_timeout: float = 60.0,
+    ) -> Packed:
+        """Take what it has changed as a layer on those that it stands on; the sandbox goes on.
+
+        Start others from it by `container_image=name`, or by the layer's digest. `scrub`: leave out caches,
+        histories, logs and temporary files; `remove`: globs of what to leave out besides, `keep` of what
+        stays. `refuse`: a finding such as a key in a file is an error. `smoke`: a shell command that must end
+        with 0 in a fresh sandbox of the layer, within `smoke_timeout` seconds, before the layer is named.
+
+        Raises WrongState, InvalidArgument (a finding, a bad glob), Conflict (the smoke command failed),
+        DiskFull, Unsupported (a backend without it)."""
+        return self._portal.call(
+            self._inner.pack_diff(
+                name,
+                labels=labels,
+                scrub=scrub,
+                remove=remove,
+                keep=keep,
+                refuse=refuse,
+                smoke=smoke,
+                smoke_timeout=smoke_timeout,
+            )
+        )
+
     def stop(self) -> SandboxInfo:
         """End it; returns when nothing of it is left. A repeat is no error."""
         result: SandboxInfo = _twin(self._portal, self._portal.call(self._inner.stop()))
@@ -643,9 +678,35 @@ class DSecClient:
         """The node: backends, counts, memory, load."""
         return self._portal.call(self._inner.node())
 
-    def layers(self) -> list[api.LayerInfo]:
-        """Layers that sandboxes can stand on."""
-        return self._portal.call(self._inner.layers())
+    def layers(self, *, prefix: str = "", kind: str = "") -> Iterator[LayerInfo]:
+        """Layers that sandboxes can stand on, in the order of their names.
+
+        prefix: how their names begin. kind: base, workspace, toolkit or snapshot."""
+        return self._portal.iterate(self._inner.layers(prefix=prefix, kind=kind))
+
+    def layer(self, reference: str) -> LayerInfo:
+        """One, by name, digest, or the first 12 and more figures of one. Raises UnknownLayer."""
+        return self._portal.call(self._inner.layer(reference))
+
+    def remove_layer(self, reference: str) -> list[str]:
+        """Takes a name away, and with the last one its layer; what is gone. Raises UnknownLayer, Conflict."""
+        return self._portal.call(self._inner.remove_layer(reference))
+
+    def import_image(
+        self,
+        source: str,
+        name: str = "",
+        *,
+        kind: Literal["base", "workspace", "toolkit", "snapshot"] = "base",
+        labels: Mapping[str, str] | None = None,
+        platform: str = "",
+    ) -> LayerInfo:
+        """An image of a registry (HOST/REPOSITORY:TAG), made a layer; what is there already is only named.
+
+        Raises NotFound, Unauthenticated and PermissionDenied of the registry, Unavailable, LayerCorrupt."""
+        return self._portal.call(
+            self._inner.import_image(source, name, kind=kind, labels=labels, platform=platform)
+        )
 
 
 _TWINS: Final[dict[type[Any], Any]] = {

@@ -189,6 +189,7 @@ class Lifecycle:
         resolved = self._layers.resolve(record.spec.image, record.spec.layers)
         if isawaitable(resolved):
             resolved = await resolved
+        record.layers, record.image = [ref.digest for ref in resolved.layers], resolved.config
         found = clock()
         async with self._launching:
             queued = clock()

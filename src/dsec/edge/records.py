@@ -15,6 +15,7 @@ import msgspec
 
 from dsec.backends.base import Handle
 from dsec.core.errors import AdmissionRefused
+from dsec.core.images import ImageConfig
 from dsec.core.sandbox_state import Failure, State
 from dsec.core.specs import SandboxSpec
 
@@ -39,6 +40,10 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     created_at: float = 0.0
     ready_at: float | None = None
     ended_at: float | None = None
+    layers: list[str] = []
+    """Digests of what it stands on, bottom to top."""
+    image: ImageConfig | None = None
+    """What its images ask for together."""
     warnings: list[str] = []
     timings_ms: dict[str, float] = {}
 

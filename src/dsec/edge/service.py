@@ -45,6 +45,7 @@ from dsec.edge.node import NodeProbe, load
 from dsec.edge.operation import Operation
 from dsec.edge.operations import Operations
 from dsec.edge.oplog import FileOperationLog
+from dsec.edge.packing import LayerPacker, Packing
 from dsec.edge.records import Record, RecordStore, Slots
 from dsec.edge.retention import Retention
 from dsec.edge.sandbox import Sandbox, info_of
@@ -53,6 +54,7 @@ from dsec.edge.tasks import Tasks
 from dsec.edge.ttl import TTLs
 from dsec.wire import edge as m
 from dsec.wire.bus import Bus, Handler, Stream
+from dsec.wire.layers import PackDiff, Packed
 
 log = logging.getLogger(__name__)
 NETWORK_WARNING: Final = (
@@ -75,6 +77,7 @@ class EdgeService:
         backends: dict[str, Backend],
         layers: LayerResolver,
         config: EdgeConfig,
+        packer: LayerPacker | None = None,
     ) -> None:
         if not EDGE_ID.match(edge_id):
             raise InvalidArgument(f"edge id {edge_id!r}: 1 to 24 of a-z, 0-9")
@@ -84,6 +87,7 @@ class EdgeService:
         self._bus = bus
         self._data = data
         self._layers = layers
+        self._packer = packer
         self._fingerprints: dict[str, Fingerprint] = {}
         self.sandboxes: dict[str, Sandbox] = {}
         self.tasks = Tasks()
@@ -127,6 +131,7 @@ class EdgeService:
             running=self._run,
             mend=self.link.mend,
         )
+        self.packing = Packing(self._packer, self.lifecycle, self.create, self.operate, self.stop_sandbox)
         for name, backend in self.backends.items():
             await backend.open()
             self._fingerprints[name] = await backend.fingerprint()
@@ -147,6 +152,7 @@ class EdgeService:
             "input": self.input,
             "resize": self.resize,
             "sandbox_stats": self.sandbox_stats,
+            "pack": self.pack,
             "node": self.node_info,
         }
         for verb, handler in handlers.items():
@@ -350,6 +356,9 @@ class EdgeService:
             uptime_s=time.time() - (sandbox.record.ready_at or time.time()),
             **msgspec.structs.asdict(stats),
         )
+
+    async def pack(self, msg: PackDiff) -> Packed:
+        return await self.packing.pack(self._find(msg.sandbox_id), msg)
 
     async def node_info(self, msg: m.NodeQuery) -> m.NodeInfo:
         return m.NodeInfo(

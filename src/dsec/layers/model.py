@@ -22,22 +22,50 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     """What made it, to be repeated."""
     tool: str = ""
     """The packer and its version."""
+    builder: str = ""
+    """The account that built it."""
+    sandbox: str = ""
+    """The sandbox whose writable layer it was."""
+    manifest: str = ""
+    """Digest of the image's manifest, where it came from a registry or an archive."""
+
+
+class BlobRef(msgspec.Struct, frozen=True):
+    """A file of the store that holds bodies of files, for one layer or for several."""
+
+    digest: str
+    size: int
+    """Bytes."""
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
     """One layer under one name. Two names may share a digest and differ in all the rest."""
 
     digest: str
+    """SHA-256 of the image, which names its blobs by theirs."""
     size: int
-    """Bytes of the image."""
+    """Bytes of the image: the metadata alone when the layer has blobs."""
+    blobs: list[BlobRef] = []
+    """In the order of the image's device slots."""
+    below: list[str] = []
+    """Digests of the layers that it stands on, bottom to top; they come along wherever it is named."""
+    parts: list[str] = []
+    """Digests of the layers that were merged into it; they are kept to be shared with other images."""
     kind: Kind
     created: float
     """Unix seconds."""
     name: str = ""
     """Canonical; empty when the layer has none."""
+    files: int = 0
+    """Inodes in it; 0: not known."""
     labels: dict[str, str] = {}
     provenance: Provenance = Provenance()
     config: ImageConfig = ImageConfig()
+
+    @property
+    def total(self) -> int:
+        """Bytes of the image and its blobs."""
+        return self.size + sum(blob.size for blob in self.blobs)
 
 
 class ResolvedStack(msgspec.Struct, frozen=True):
@@ -64,4 +92,8 @@ def merge(configs: list[ImageConfig]) -> ImageConfig:
         user=next((c.user for c in top_down if c.user), ""),
         workdir=next((c.workdir for c in top_down if c.workdir), ""),
         shell=next((c.shell for c in top_down if c.shell), []),
+        entrypoint=next((c.entrypoint for c in top_down if c.entrypoint or c.cmd), []),
+        cmd=next((c.cmd for c in top_down if c.entrypoint or c.cmd), []),
+        stop_signal=next((c.stop_signal for c in top_down if c.stop_signal), ""),
+        labels={k: v for c in configs for k, v in c.labels.items()},
     )

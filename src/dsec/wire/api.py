@@ -303,17 +303,29 @@ class WatchEvent(Answer, kw_only=True, frozen=True):
 # --- the rest -----------------------------------------------------------------------------------------------
 
 
-class LayerInfo(Answer, kw_only=True, frozen=True):
-    digest: str
+class ImportRequest(Body, kw_only=True, frozen=True):
+    """An image of a registry, as HOST/REPOSITORY:TAG or HOST/REPOSITORY@sha256:DIGEST."""
+
+    source: str
     name: str = ""
-    kind: str = ""
-    size: int = 0
-    created: float = 0.0
+    """Empty: as in its registry."""
+    kind: Literal["base", "workspace", "toolkit", "snapshot"] = "base"
     labels: dict[str, str] = {}
+    platform: str = ""
+    """Such as linux/arm64. Empty: Linux on the node's machine."""
 
 
-class LayerList(Answer, kw_only=True, frozen=True):
-    layers: list[LayerInfo]
+class PackRequest(Body, kw_only=True, frozen=True):
+    """See dsec.wire.layers.PackDiff."""
+
+    name: str = ""
+    labels: dict[str, str] = {}
+    defaults: bool = True
+    remove: list[str] = []
+    keep: list[str] = []
+    refuse: bool = True
+    smoke: str = ""
+    smoke_timeout_s: Annotated[float, Meta(gt=0, le=MAX_WAIT_S)] = 60.0
 
 
 class Done(Answer, kw_only=True, frozen=True):

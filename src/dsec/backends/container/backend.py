@@ -61,6 +61,7 @@ PACKS_AT_ONCE: Final = 4
 """Of the threads; the others stay for launches."""
 END_LIMIT_S: Final = 20.0
 BACKLOG: Final = 4
+HOSTNAME: Final = "hostname"
 LAYERS: Final = "layers"
 """In a handle: digests of what its sandbox stands on, with commas between."""
 
@@ -258,6 +259,7 @@ class ContainerBackend:
                 failed.callback(end, pidfd, END_LIMIT_S)
                 # Now, while it waits for its CONFIG: it may be gone and reaped at any time after.
                 handle = self._handle(spec.sandbox_id, spec.slot, pid)
+                handle.data[HOSTNAME] = policy.hostname(spec)
                 handle.data[LAYERS] = ",".join(layer.digest for layer in spec.layers)
                 lap("clone")
                 userns = self._map_ids(pid, spec.slot)
@@ -285,7 +287,7 @@ class ContainerBackend:
         fd = self.pool.create(spec.sandbox_id, spec.spec.disk_limit_mb << 20)
         try:
             os.mkdir("upper/etc", 0o755, dir_fd=fd)
-            for name, text in policy.etc_files(spec).items():
+            for name, text in policy.etc_files(policy.hostname(spec)).items():
                 file = os.open(f"upper/etc/{name}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644, dir_fd=fd)
                 try:
                     os.write(file, text.encode())
@@ -503,12 +505,14 @@ class ContainerBackend:
                 self._threads, self.packer.take, handle.sandbox_id
             )
             try:
-                return await asyncio.shield(task)
+                snapshot = await asyncio.shield(task)
             except asyncio.CancelledError:
                 await asyncio.wait([task])
                 if not task.cancelled() and task.exception() is None:
                     await self._in_thread(task.result().close)
                 raise
+        snapshot.platform = policy.etc_files(handle.data.get(HOSTNAME, ""))
+        return snapshot
 
     async def stats(self, handle: Handle) -> Stats:
         return await self._in_thread(lambda: self._stats(handle.sandbox_id))

@@ -74,9 +74,11 @@ def hostname(spec: LaunchSpec) -> str:
     return spec.spec.hostname or spec.sandbox_id.rsplit("-", 1)[-1]
 
 
-def etc_files(spec: LaunchSpec) -> dict[str, str]:
-    """Files of /etc that belong to the sandbox, not to its image; they lie in the writable layer."""
-    name = hostname(spec)
+def etc_files(name: str) -> dict[str, str]:
+    """Files of /etc that belong to the sandbox, not to its image; they lie in the writable layer.
+
+    name: the sandbox's hostname.
+    """
     return {
         "hostname": f"{name}\n",
         "hosts": f"127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.1.1\t{name}\n",
