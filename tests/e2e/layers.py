@@ -14,7 +14,7 @@ from dsec.core.images import ImageConfig
 from dsec.layers.build import Builder, Wanted
 from dsec.layers.store import LayerStore
 
-CACHE = Path(__file__).parents[2] / "build" / "test-store"
+CACHE = Path(__file__).parents[2] / "build" / "test-store-2"
 
 
 def _suite() -> str:

@@ -15,7 +15,7 @@ class LayerRef(msgspec.Struct, frozen=True):
     """Where the blobs lie that the image refers to, in the order of its device slots."""
 
 
-class ImageConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ImageConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an image asks of a container, merged over the stack of layers."""
 
     env: dict[str, str] = {}

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Final, Literal, cast
 
-from dsec.core.errors import InvalidArgument, Unsupported
+from dsec.core.errors import InvalidArgument
 from dsec.core.images import ImageConfig
 from dsec.layers.archive_out import write_tar
-from dsec.layers.erofs.reader import read
 from dsec.layers.model import Layer, merge
 from dsec.layers.oci import (
     NewImage,
@@ -28,6 +27,7 @@ from dsec.layers.oci import (
 from dsec.layers.oci.export import LEVEL, Written
 from dsec.layers.oci.model import History
 from dsec.layers.oci.platforms import here
+from dsec.layers.stack import open_blob, read_layer
 from dsec.layers.store import LayerStore
 
 PIPE: Final = 1 << 20
@@ -77,9 +77,6 @@ class Exporter:
             raise InvalidArgument("name the layers to export, bottom to top")
         named = [self._store.find(reference) for reference in references]
         stack = self._store.expand(named)
-        for layer in stack:
-            if layer.provenance.tool.startswith("mkfs.erofs"):
-                raise Unsupported(f"layer {layer.name or layer.digest[:12]} is compressed: build it without")
         layers = [NewLayer(lambda one=one: cast("IO[bytes]", self.tar(one))) for one in stack]  # type: ignore[misc]
         return NewImage(_config(merge([n.config for n in named]), stack), layers)
 
@@ -102,13 +99,12 @@ class _TarStream(io.RawIOBase):
     def _write(self, fd: int) -> None:
         try:
             with contextlib.ExitStack() as held, open(fd, "wb", buffering=PIPE) as out:
-                tree = read(held.enter_context(self._store.file(self._layer.digest).open("rb")))
+                tree = read_layer(self._store, self._layer, held)
                 blobs: dict[int, BinaryIO] = {}
 
                 def blob(number: int) -> BinaryIO:
                     if number not in blobs:
-                        path = self._store.blob(tree.blobs[number].digest)
-                        blobs[number] = held.enter_context(path.open("rb"))
+                        blobs[number] = open_blob(self._store, self._layer, tree.blobs[number].digest, held)
                     return blobs[number]
 
                 write_tar(tree, out, blob)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, Final
 
 import msgspec
 
-from dsec.core.errors import InvalidArgument
+from dsec.core.errors import InvalidArgument, Unsupported
 from dsec.core.images import ImageConfig
 from dsec.layers.assemble import Assembly
 from dsec.layers.build import Builder, Wanted
 from dsec.layers.build import check as check_wanted
 from dsec.layers.check import Finding, check
 from dsec.layers.erofs.content import read_file
-from dsec.layers.erofs.tree import File
+from dsec.layers.erofs.tree import File, Inode, Special
 from dsec.layers.model import Layer
 from dsec.layers.scrub import Rules, Scrub
 from dsec.layers.stack import Stack
@@ -81,7 +82,14 @@ class Packer:
             return read_file(into.tree, file, lambda number: data)
 
         with Stack(self._store, stack) as lower:
-            return check(into.tree, read=content, below=lower.lookup, allow=rules.keeps)
+
+            def below(path: bytes) -> Inode | None:
+                try:
+                    return lower.lookup(path)
+                except Unsupported:  # in a compressed layer, which is not read here: taken to be there
+                    return Special(stat.S_IFIFO)
+
+            return check(into.tree, read=content, below=below, allow=rules.keeps)
 
     def name(self, packed: m.Packed, name: str) -> m.Packed:
         layer = self._store.tag(packed.layer.digest, name)

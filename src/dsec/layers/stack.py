@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import BinaryIO
 
+from dsec.core.errors import LayerCorrupt, Unsupported
 from dsec.layers.erofs.content import read_file
 from dsec.layers.erofs.reader import read
 from dsec.layers.erofs.tree import Directory, File, Inode, Tree, is_opaque, is_whiteout
@@ -46,17 +47,18 @@ class Stack:
     def content(self, file: File) -> Iterator[bytes]:
         """Of a file that `lookup` gave."""
         tree = self._owner[id(file)]
-        return read_file(tree, file, lambda number: self._blob(tree.blobs[number].digest))
+        layer = self._layers[self._trees.index(tree)]
+        return read_file(tree, file, lambda number: self._blob(layer, tree.blobs[number].digest))
 
     def _tree(self, number: int) -> Tree:
         while len(self._trees) <= number:
-            path = self._store.file(self._layers[len(self._trees)].digest)
-            self._trees.append(read(self._held.enter_context(path.open("rb"))))
+            layer = self._layers[len(self._trees)]
+            self._trees.append(read_layer(self._store, layer, self._held))
         return self._trees[number]
 
-    def _blob(self, digest: str) -> BinaryIO:
+    def _blob(self, layer: Layer, digest: str) -> BinaryIO:
         if digest not in self._blobs:
-            self._blobs[digest] = self._held.enter_context(self._store.blob(digest).open("rb"))
+            self._blobs[digest] = open_blob(self._store, layer, digest, self._held)
         return self._blobs[digest]
 
     def close(self) -> None:
@@ -67,6 +69,32 @@ class Stack:
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
+
+
+def read_layer(store: LayerStore, layer: Layer, held: contextlib.ExitStack) -> Tree:
+    """A layer's tree. A single image of mkfs.erofs is a blob of its own tree.
+
+    Raises Unsupported for one that is compressed, LayerCorrupt.
+    """
+    file = held.enter_context(store.file(layer.digest).open("rb"))
+    if not is_single(layer):
+        return read(file)
+    try:
+        return read(file, digest=layer.digest)
+    except LayerCorrupt as e:
+        name = layer.name or layer.digest[:12]
+        raise Unsupported(f"layer {name} is compressed, which is not read here: build it without") from e
+
+
+def is_single(layer: Layer) -> bool:
+    """Whether mkfs.erofs made it: its files lie in the image itself."""
+    return layer.provenance.tool.startswith("mkfs.erofs")
+
+
+def open_blob(store: LayerStore, layer: Layer, digest: str, held: contextlib.ExitStack) -> BinaryIO:
+    """A blob of the layer's tree."""
+    path = store.file(digest) if digest == layer.digest and is_single(layer) else store.blob(digest)
+    return held.enter_context(path.open("rb"))
 
 
 def _walk(tree: Tree, names: list[bytes]) -> tuple[Inode | None, bool]:

@@ -53,7 +53,8 @@ SUPERBLOCK_SIZE: Final = 128
 class LayerMounts:
     """Thread-safe. One mount per layer: a later sandbox of the same image finds it.
 
-    Beyond `cap` mounts those that no sandbox uses go, the longest unused first. (A mount that is taken away
+    Of those that no sandbox uses go: beyond `cap` mounts the longest unused first, and those whose image was
+    removed from the store, so that its space is free. (A mount that is taken away
     lives on under the sandboxes that stand on it; only sharing with later ones would be lost.)
     """
 
@@ -73,6 +74,8 @@ class LayerMounts:
         self._lock = threading.Lock()
         self._fds: dict[str, int] = {}
         """By name, the longest unused first."""
+        self._paths: dict[str, str] = {}
+        """In the store, of those mounted in this life."""
         self._busy: dict[str, threading.Lock] = {}
         self._users: dict[str, set[str]] = {}
         """Sandboxes that stand on a layer, by the layer's name."""
@@ -145,15 +148,19 @@ class LayerMounts:
                 self._told(layer)
                 with self._lock:
                     self._fds[name] = fd
+                    self._paths[name] = layer.path
         self._trim()
         return fd
 
     def _trim(self) -> None:
         with self._lock:
-            excess = len(self._fds) - self._cap
-            idle = [name for name in self._fds if name not in self._users][: max(0, excess)]
-            fds = [self._fds.pop(name) for name in idle]
-        for name, fd in zip(idle, fds, strict=True):
+            excess = max(0, len(self._fds) - self._cap)
+            idle = [name for name in self._fds if name not in self._users]
+            gone = [name for name in idle[excess:] if not os.path.exists(self._paths.get(name, "/"))]
+            going = [(name, self._fds.pop(name)) for name in (*idle[:excess], *gone)]
+            for name, _ in going:
+                self._paths.pop(name, None)
+        for name, fd in going:
             os.close(fd)
             _take_away(self.where / name)
 
