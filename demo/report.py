@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from packing import Environment
 from rich.console import Console
 from rich.table import Table
 from rollout import EXPECTED, OUTCOMES, Rollout
@@ -23,6 +24,8 @@ class Measures:
     host_bytes: int = 0
     """By which the host's available memory shrank while all sandboxes were made."""
     server_bytes: int = 0
+    packed: Environment | None = None
+    """What became of one that was solved."""
     failures: list[str] = field(default_factory=list)
     """Creations that failed."""
     left: list[str] = field(default_factory=list)
@@ -40,6 +43,8 @@ def unexpected(rollouts: list[Rollout], measures: Measures) -> list[str]:
         wanted = EXPECTED.get(r.temper)
         if r.outcome == "error" or (wanted and r.outcome != wanted):
             out.append(f"rollout {r.number} ({r.task.package}, {r.temper}): {r.outcome}: {r.detail}")
+    if measures.packed is not None and measures.packed.detail:
+        out.append(f"packing a solved sandbox: {measures.packed.detail}")
     if not any(r.outcome == "solved" for r in rollouts):
         out.append("no rollout was solved")
     return out
@@ -66,6 +71,7 @@ def as_json(rollouts: list[Rollout], measures: Measures) -> dict[str, Any]:
         else None,
         "host_memory_bytes_per_idle_sandbox": measures.host_bytes / max(len(measures.create_ms), 1),
         "server_memory_bytes": measures.server_bytes,
+        "packed": _packed(measures.packed),
         "peak_memory_bytes": {"p50": percentile(peaks, 0.5), "max": max(peaks, default=0)},
         "unexpected": unexpected(rollouts, measures),
         "each": [
@@ -83,6 +89,19 @@ def as_json(rollouts: list[Rollout], measures: Measures) -> dict[str, Any]:
             }
             for r in rollouts
         ],
+    }
+
+
+def _packed(made: Environment | None) -> dict[str, Any] | None:
+    if made is None:
+        return None
+    return {
+        "name": made.name,
+        "bytes": made.bytes,
+        "frozen_ms": round(made.frozen_ms, 1),
+        "left_out": made.left_out,
+        "findings": made.findings,
+        "works": not made.detail,
     }
 
 
@@ -137,6 +156,19 @@ def _figures(console: Console, data: dict[str, Any], measures: Measures) -> None
             f"most {data['peak_memory_bytes']['max'] / mib:.0f} MiB; "
             f"server {data['server_memory_bytes'] / mib:.0f} MiB",
         ),
+        ("packed", _packed_text(measures.packed)),
     ):
         table.add_row(f"[bold]{name}[/]", text)
     console.print(table)
+
+
+def _packed_text(made: Environment | None) -> str:
+    if made is None:
+        return "nothing: no rollout was solved"
+    if made.detail:
+        return f"[red]{made.name}: {made.detail}[/]"
+    return (
+        f"one that was solved, as {made.name}: {made.bytes / 1024:.0f} KiB, "
+        f"frozen for {made.frozen_ms:.0f} ms; "
+        "its tests pass in a new sandbox of it"
+    )

@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, os.fspath(Path(__file__).parent))
 
+from packing import Environment, pack, try_out
 from prepare import Layers, Say, Store, make_base, make_toolkit, make_workspaces, suite
 from rich.console import Console
 from rich.markup import escape
@@ -144,6 +145,8 @@ async def burst(
                 stack.push_async_callback(stopped, sandbox)
             rollouts = await run_all(sandboxes, measures, parallel, progress)
             measures.server_bytes = server.memory()
+            if measures.packed is not None:
+                await try_out(client, measures.packed, arguments(layers, measures.packed.task))
         return rollouts
 
 
@@ -188,7 +191,11 @@ async def run_all(made: Made, measures: Measures, parallel: int, progress: Progr
 
     async def one(sandbox: Sandbox, task: Task, number: int) -> None:
         async with room:
-            done.append(await rollout(sandbox, task, number))
+            result = await rollout(sandbox, task, number)
+            if result.outcome == "solved" and measures.packed is None:
+                measures.packed = Environment(task, "")  # taken: the others go on
+                measures.packed = await pack(sandbox, task)
+            done.append(result)
             await stopped(sandbox)
         seen = Counter(r.outcome for r in done)
         note = ", ".join(f"{count} {outcome}" for outcome, count in seen.most_common())
