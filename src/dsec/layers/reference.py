@@ -9,10 +9,10 @@ from dsec.core.errors import InvalidArgument
 from dsec.core.specs import LAYER_REF
 
 DEFAULT_TAG: Final = "latest"
-DIGEST: Final = re.compile(r"^(?:sha256:)?([0-9a-f]{64})$")
-PREFIX: Final = re.compile(r"^[0-9a-f]{12,63}$")
+DIGEST: Final = re.compile(r"^(?:sha256:)?([0-9a-f]{64})\Z")
+PREFIX: Final = re.compile(r"^[0-9a-f]{12,63}\Z")
 """Enough of a digest, as `dsec layer ls` shows it."""
-_TAG: Final = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9._+-]{0,127}$")
+_TAG: Final = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9._+-]{0,127}\Z")
 
 
 def digest_of(reference: str) -> str | None:

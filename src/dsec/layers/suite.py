@@ -13,9 +13,9 @@ from typing import Final
 from dsec.core.errors import DiskFull, DSecError, InvalidArgument, Unavailable, Unsupported
 from dsec.layers.mkfs import with_us
 
-_SUITE: Final = re.compile(r"^[a-z][a-z0-9./-]{0,63}$")
-_PACKAGE: Final = re.compile(r"^[a-z0-9][a-z0-9.+-]{0,127}$")
-_MIRROR: Final = re.compile(r"^(https?|file|copy)://[^\s]+$|^deb [^\n]+$")
+_SUITE: Final = re.compile(r"^[a-z][a-z0-9./-]{0,63}\Z")
+_PACKAGE: Final = re.compile(r"^[a-z0-9][a-z0-9.+-]{0,127}\Z")
+_MIRROR: Final = re.compile(r"^(https?|file|copy)://[^\s]+\Z|^deb [^\n]+\Z")
 _NO_DOCS: Final = ("doc", "man", "info", "locale", "lintian")
 
 

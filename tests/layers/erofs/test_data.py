@@ -6,6 +6,7 @@ import hashlib
 import io
 import random
 import tracemalloc
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -165,3 +166,15 @@ def test_memory_does_not_grow_with_the_file(tmp_path_factory: pytest.TempPathFac
         assert writer.add(Endless(), 64 << 20).extents == (Extent(0, 0, 64 << 8),)
         writer.finish()
         assert path.stat().st_size == 64 << 20
+
+
+def test_holes_that_would_cost_more_than_they_save_are_refused(tmp_path: Path) -> None:
+    """A byte in every unit of a file of 16 TiB: its map is small, what would be stored is not."""
+    size = 1 << 44
+    step = size // 60_000
+    runs = [(at * step, 1) for at in range(60_000)]
+    with open(tmp_path / "data", "w+b") as out, open(tmp_path / "spool", "w+b") as spool:
+        blob = BlobWriter(out, spool)
+        with pytest.raises(InvalidArgument, match="would be stored"):
+            blob.add(io.BytesIO(b"x" * 60_000), size, runs)
+        assert blob.add(io.BytesIO(b"x" * 100), 1 << 36, [(n << 29, 1) for n in range(100)]).extents

@@ -21,6 +21,9 @@ HOLE_SIZE: Final = 64 << 10
 """Zeros of this length and alignment become a hole."""
 _MAX_HOLES: Final = 1 << 16
 """Of one file: the larger it is, the larger its holes have to be, so that its index stays small."""
+MAX_PADDING: Final = 1 << 30
+"""Bytes of zeros that the units of one sparse file may cost, beyond as much as its data: the map of a small
+archive could ask for terabytes."""
 _DIRECT: Final = 64
 """Ends of at most this are kept as they are: a reference would be larger."""
 _MEMORY: Final = 1 << 20
@@ -170,6 +173,22 @@ class _Pieces:
         """The run that is being read."""
         least = (size + _MAX_HOLES - 1) // _MAX_HOLES
         self._unit = max(HOLE_SIZE, 1 << (least - 1).bit_length())
+        self._check_padding()
+
+    def _check_padding(self) -> None:
+        data = units = 0
+        last = -1
+        for offset, length in self._runs:
+            if length:
+                data += length
+                first, end = offset // self._unit, (offset + length - 1) // self._unit
+                units += end - max(first, last + 1) + 1
+                last = end
+        if units * self._unit > 2 * data + MAX_PADDING:
+            raise InvalidArgument(
+                f"a sparse file of a layer: {self._size} bytes with {data} of data, so spread that "
+                f"{units * self._unit} would be stored: make it smaller"
+            )
 
     def __iter__(self) -> Iterator[bytes | int]:
         for at in range(0, self._size, self._unit):
