@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Warmth:
-    """Of one node. Any thread may call; nothing here raises, or is waited for."""
+    """Of one node. Any thread may call; nothing here raises, and no reading ahead is waited for."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         self.enabled = enabled
@@ -28,7 +28,7 @@ class Warmth:
     def mounted(self, layer: LayerRef) -> None:
         """The layer was mounted just now, and nothing has been read of it."""
         if layer.blobs:
-            self._threads.submit(self._safely, self._mounted, layer)
+            self._safely(self._mounted, layer)
 
     def first_result(self, digests: Sequence[str]) -> None:
         """A sandbox on these layers has had its first result."""
@@ -37,12 +37,12 @@ class Warmth:
         for layer in layers:
             self._threads.submit(self._safely, self._record, layer)
 
-    def close(self) -> None:
-        self._threads.shutdown(cancel_futures=True)
+    def close(self, *, finish: bool = False) -> None:
+        """finish: what is waiting is done first."""
+        self._threads.shutdown(cancel_futures=not finish)
 
-    def _safely(self, body: object, layer: LayerRef) -> None:
+    def _safely(self, body: Callable[[LayerRef], None], layer: LayerRef) -> None:
         try:
-            assert callable(body)
             body(layer)
         except Exception as e:
             log.warning("layer %s: reading ahead: %s", layer.digest[:12], e)
@@ -54,7 +54,10 @@ class Warmth:
                 with self._lock:
                     self._recording[layer.digest] = layer
         elif self.enabled:
-            self.ahead_bytes += prefetch.read_ahead(layer, hot)
+            self._threads.submit(self._safely, lambda _: self._ahead(layer, hot), layer)
+
+    def _ahead(self, layer: LayerRef, hot: prefetch.Hot) -> None:
+        self.ahead_bytes += prefetch.read_ahead(layer, hot)
 
     def _record(self, layer: LayerRef) -> None:
         hot = prefetch.record(layer)
