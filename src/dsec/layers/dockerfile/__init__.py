@@ -1,0 +1,1 @@
+"""Dockerfiles: parsed, planned, and built step by step by a `build.Runner`."""
