@@ -417,7 +417,7 @@ static void next_command(struct session *s)
     }
     if (s->one_shot && !s->current && !s->queue)
         fd_close(&s->commands); /* the loop reads the end, and the shell goes */
-    if (!s->pid && s->one_shot && !s->current)
+    if (!s->pid && !s->current && (s->one_shot || !s->number)) /* it has had no shell at all: nothing is in it to keep */
         free_session(s);
 }
 

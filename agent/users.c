@@ -125,9 +125,10 @@ int find_identity(const char *spec, struct identity *out)
 {
     *out = (struct identity){ 0 };
     char copy[128];
-    if (strlen(spec) >= sizeof copy)
+    const char *wanted = *spec ? spec : *self.cfg.user ? self.cfg.user : "0";
+    if (strlen(wanted) >= sizeof copy) /* the image's own may be of any length, too */
         return ENOENT;
-    strcpy(copy, *spec ? spec : *self.cfg.user ? self.cfg.user : "0");
+    strcpy(copy, wanted);
     char *group = strchr(copy, ':');
     if (group)
         *group++ = 0;
