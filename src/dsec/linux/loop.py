@@ -84,11 +84,11 @@ def _configure(config: loop_config, read_only: bool) -> tuple[str, int]:
 
 
 def devices_of(path: Path) -> list[str]:
-    """Devices whose backing file is `path` (also when it has been deleted)."""
+    """Devices whose backing file is `path`, not one of that name that has been deleted since."""
     found = []
     for entry in Path("/sys/block").glob("loop*/loop/backing_file"):
         try:
-            name = entry.read_text().strip().removesuffix(" (deleted)")
+            name = entry.read_text().strip()
         except OSError:
             continue
         if name == str(path):

@@ -63,7 +63,7 @@ class Pool:
         return f"btrfs pool, {self.limited_by} quota"
 
     def open(self) -> None:
-        """Mount the pool, making it first if there is none. An earlier life's mount is taken over."""
+        """Mount the pool, made anew unless an earlier life's mount or its sandboxes still hold it."""
         self.where.mkdir(mode=0o700, exist_ok=True)
         if not is_mount(self.where):
             self._mount_or_not()
@@ -84,21 +84,26 @@ class Pool:
             mount("", self.where, "", MS_BIND | MS_REMOUNT | MS_NOSUID | MS_NODEV)
 
     def _mount(self) -> None:
-        if not self.file.exists():
-            self._make()
-        flags = MS_NOSUID | MS_NODEV | MS_NOATIME
+        """What no device holds is of before a reboot: no record can name what is in it, it may be torn, and
+        only a file system that was made anew is sure to be whole."""
+        if held := loop.devices_of(self.file.resolve()) if self.file.exists() else []:
+            self._mount_device(held[0])
+            return
+        self.file.unlink(missing_ok=True)
+        self._make()
         device, fd = loop.attach(self.file, read_only=False, direct_io=False)
         try:
-            mount(device, self.where, "btrfs", flags, OPTIONS)
+            self._mount_device(device)
+        finally:
+            os.close(fd)
+
+    def _mount_device(self, device: str) -> None:
+        try:
+            mount(device, self.where, "btrfs", MS_NOSUID | MS_NODEV | MS_NOATIME, OPTIONS)
         except OSError as e:
             if e.errno == errno.ENODEV:
                 raise Unsupported("this kernel has no btrfs (modprobe btrfs)") from e
-            # Damaged by a power cut, say: no record can name what was in it after a reboot.
-            raise Unsupported(
-                f"{self.file} cannot be mounted ({e.strerror}): remove it and start again"
-            ) from e
-        finally:
-            os.close(fd)
+            raise Unsupported(f"{self.file} cannot be mounted: {e.strerror}") from e
 
     def _make(self) -> None:
         free = shutil.disk_usage(self.file.parent).free
