@@ -290,7 +290,8 @@ class Sandbox:
         timeout: float | None = None,
         op_id: str | None = None,
     ) -> Terminal:
-        """A program (a shell, when none is named) on a terminal of its own."""
+        """A program (a shell, when none is named) on a terminal of its own. It gets SIGHUP when its stream
+        was open and has been gone for a minute."""
         request = api.ExecRequest(
             op_id=op_id or new_operation_id(),
             argv=list(argv or api.PTY_DEFAULT),

@@ -506,7 +506,8 @@ class Sandbox:
         timeout: float | None = None,
         op_id: str | None = None,
     ) -> Terminal:
-        """A program (a shell, when none is named) on a terminal of its own."""
+        """A program (a shell, when none is named) on a terminal of its own. It gets SIGHUP when its stream
+        was open and has been gone for a minute."""
         result: Terminal = _twin(
             self._portal,
             self._portal.call(

@@ -36,13 +36,15 @@ class Attachment:
         self._check(stdout_from, stderr_from)
         self._sandbox.attached += 1
         operation.attached += 1
+        operation.joined()
         incoming = asyncio.ensure_future(self._incoming(stdin_from))
         outgoing = asyncio.ensure_future(self._outgoing(stdout_from, stderr_from))
         try:
             await asyncio.wait({incoming, outgoing}, return_when=asyncio.FIRST_COMPLETED)
             if incoming.done() and (error := incoming.exception()) is not None:
                 raise error
-            await outgoing
+            if outgoing.done():  # else the caller has gone: a silent program must not keep its stream
+                await outgoing
         finally:
             incoming.cancel()
             outgoing.cancel()

@@ -36,6 +36,8 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of a file or tree that are kept for a caller that does not stream it."""
     inline_limit: int = 16 << 20
     """Bytes of output per stream in one answer; the rest is to be asked for by offset."""
+    hang_up_after_s: float = 60.0
+    """A terminal whose stream has been gone for so long is hung up: what runs on it gets SIGHUP."""
     ended_kept: int = 4096
     ended_bytes: int = 64 << 20
     """Ended operations held in memory, for all sandboxes; the others are read from the log."""

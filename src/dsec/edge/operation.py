@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import struct
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
@@ -65,6 +66,7 @@ class Operation:
         "error",
         "input",
         "intent",
+        "left",
         "pid",
         "request",
         "result",
@@ -98,6 +100,8 @@ class Operation:
         self.channel = 0
         self.attached = 0
         """Streams that follow it."""
+        self.left: asyncio.TimerHandle | None = None
+        """Since its last stream has gone: hangs the terminal up."""
         self.waiters: list[asyncio.Future[None]] | None = None
         """For its end."""
         self.changed: list[asyncio.Future[None]] | None = None
@@ -277,6 +281,7 @@ class Operation:
         for out in (self.stdout, self.stderr):
             if out is not None:
                 out.eof = True
+        self.joined()
         recorded = self._host.ended(self)
         if self.connection is not None and recorded:
             self.connection.forget(self.channel)
@@ -289,6 +294,24 @@ class Operation:
             self.error = error
             self.connection = None
             self._end("outcome_unknown")
+
+    def leave(self, hang_up_after_s: float) -> None:
+        """Its last stream has gone, and perhaps the client with it."""
+        loop = asyncio.get_running_loop()
+        self.left = loop.call_later(hang_up_after_s, self._hang_up, hang_up_after_s)
+
+    def joined(self) -> None:
+        """A stream follows it again, or it has ended."""
+        if self.left is not None:
+            self.left.cancel()
+            self.left = None
+
+    def _hang_up(self, again_after_s: float) -> None:
+        self.left = None
+        if self.connection is None:
+            self.leave(again_after_s)
+        else:
+            self.signal(signal.SIGHUP, tree=True)
 
     def abort(self, error: DSecError) -> None:
         """End it because of `error`, which its result will say."""

@@ -140,6 +140,7 @@ class Operations:
             time.time(),
             limit,
             streamed and kind in CONTENTS,
+            bool(getattr(request, "tty", False)),
         )
 
     # --- the end ---
@@ -232,6 +233,8 @@ class Operations:
             if operation.stdout is not None and operation.connection is not None:
                 operation.stdout.drop()
                 operation.acknowledge(CONTENT, operation.stdout)
+        elif operation.intent.terminal and operation.running and not operation.attached:
+            operation.leave(self._config.hang_up_after_s)
         self._touched(sandbox)
 
     # --- what befalls a sandbox ---
@@ -348,6 +351,7 @@ class Operations:
 
     def close(self) -> None:
         for operation in self._sandbox_of:
+            operation.joined()
             for out in (operation.stdout, operation.stderr):
                 if out is not None:
                     out.close()

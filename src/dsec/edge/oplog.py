@@ -45,6 +45,7 @@ class Intent(msgspec.Struct, frozen=True, array_like=True):
     output_limit: int
     streamed: bool
     """Its content is passed on and not kept."""
+    terminal: bool = False
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
