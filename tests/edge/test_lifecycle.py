@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import pytest
@@ -259,6 +260,23 @@ async def test_idle_ttl_by_the_clock(node: Node) -> None:
     info = await node.create(ttl_running_stop=1)
     await until(node, info.id, lambda: node.edge.sandboxes[info.id].machine.gone)
     assert (await node.get(info.id)).reason == "ttl_running_stop"
+
+
+@pytest.mark.parametrize("jump", [1e9, -1e9])
+async def test_a_jump_of_the_wall_clock_ends_no_sandbox(
+    node: Node, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    info = await node.create(ttl_max=1000, ttl_running_stop=100)
+    sandbox, wall = node.edge.sandboxes[info.id], time.time
+    monkeypatch.setattr(time, "time", lambda: wall() + jump)
+    now = asyncio.get_running_loop().time
+    node.edge.ttls._judge(sandbox, now())
+    assert sandbox.state is State.RUNNING and now() < sandbox.due <= now() + 100
+    assert sandbox.ends_at is not None
+    sandbox.ends_at -= 1000
+    node.edge.ttls._judge(sandbox, now())
+    await until(node, info.id, lambda: sandbox.machine.gone)
+    assert (await node.get(info.id)).reason == "ttl_max"
 
 
 async def test_ttl_max_ends_what_is_busy(node: Node) -> None:

@@ -31,6 +31,7 @@ class Sandbox:
         "connection",
         "creators",
         "due",
+        "ends_at",
         "failures",
         "last_used",
         "launch",
@@ -58,6 +59,8 @@ class Sandbox:
         """On the loop's clock: its start, then the end of the last operation."""
         self.due = 0.0
         """When the TTL heap looks at it next; 0: never."""
+        self.ends_at: float | None = None
+        """When `ttl_max` is over, on the loop's clock."""
         self.breaches = 0
         """In a row."""
         self.mending = False

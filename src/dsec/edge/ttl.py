@@ -22,7 +22,10 @@ class TTLs:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, sandbox: Sandbox) -> None:
-        """From its start, or its recovery, on."""
+        """From its start, or its recovery, on. The wall clock, which may jump, is asked here alone."""
+        if (longest := sandbox.record.spec.ttl_max) is not None:
+            left = sandbox.record.created_at + longest - time.time()
+            sandbox.ends_at = asyncio.get_running_loop().time() + min(left, longest)
         due = self._due(sandbox)
         if due is not None:
             self._push(sandbox, due[0])
@@ -40,9 +43,8 @@ class TTLs:
         if spec.ttl_running_stop is not None:
             since = now if sandbox.busy else sandbox.last_used
             found.append((since + spec.ttl_running_stop, "ttl_running_stop"))
-        if spec.ttl_max is not None:
-            left = sandbox.record.created_at + spec.ttl_max - time.time()
-            found.append((now + left, "ttl_max"))
+        if sandbox.ends_at is not None:
+            found.append((sandbox.ends_at, "ttl_max"))
         return min(found, default=None)
 
     def _arm(self) -> None:
