@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.leaks import descendants
 
 from dsec.core.errors import Unavailable, Unsupported
 from dsec.core.ids import new_edge_id
@@ -111,15 +112,18 @@ def _v2() -> Iterator[Box]:
 
 @pytest.fixture(params=["v1", "v2"])
 def box(request: pytest.FixtureRequest) -> Iterator[Box]:
+    before = set(descendants())
     with _v1() if request.param == "v1" else _v2() as made:
         yield made
         made.freezer.thaw("box")
         for program in made.programs:
             program.send_signal(signal.SIGKILL)
             program.wait()
-        with contextlib.suppress(ChildProcessError):  # those that it had forked: they end by themselves
-            while True:
-                os.waitpid(-1, 0)
+        # Those that they had forked are ours by now, and end by themselves.
+        while set(descendants()) - before:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-1, os.WNOHANG)
+            time.sleep(0.005)
         made.freezer.remove("box")
         made.freezer.close()
 

@@ -292,7 +292,7 @@ def test_a_huge_header(tmp_path: Path, size: int) -> None:
     info = tarfile.TarInfo("x")
     info.type, info.size = tarfile.XHDTYPE, size
     (tmp_path / "d.tar").write_bytes(info.tobuf(tarfile.GNU_FORMAT) + bytes(1 << 20))
-    with pytest.raises(InvalidArgument, match="no tar archive, or a damaged one: a header of"):
+    with pytest.raises(InvalidArgument, match="no tar archive, or a damaged one"):
         open_image(f"{tmp_path}/d.tar")
 
 
