@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shlex
 import sys
@@ -153,17 +154,29 @@ def show(data: Path, as_json: bool, reference: str) -> None:
 @click.option("-u", "--user", default="", help="Who runs commands by default.")
 @click.option("-w", "--workdir", default="")
 @click.option("--shell", default="", help="The shell of its sessions, with options, as one word.")
+@click.option(
+    "-f", "--file", "dockerfile", type=click.Path(path_type=Path), help="A Dockerfile; SOURCE is its context."
+)
+@click.option("--dockerfile", "has_dockerfile", is_flag=True, help="As -f SOURCE/Dockerfile.")
+@click.option("--target", default="", metavar="STAGE", help="Of the Dockerfile.")
+@click.option("--build-arg", "build_args", multiple=True, metavar="K=V", help="For ARG.")
+@click.option("--url", envvar="DSEC_URL", help="Server on this store that runs the Dockerfile's steps.")
+@click.option("--token", envvar="DSEC_TOKEN", help="Bearer token for it.")
 @click.argument("name")
 @click.argument("source", required=False, type=click.Path(path_type=Path))
 def build(
     data: Path, as_json: bool, name: str, source: Path | None, suite: str | None, include: str, **options: Any
 ) -> None:
-    """Build layer NAME (NAME:TAG, NAME@VERSION) from SOURCE, a directory or tar archive, or from a suite."""
+    """Build layer NAME (NAME:TAG, NAME@VERSION) from SOURCE, a directory or tar archive, or from a suite.
+
+    With -f or --dockerfile: from a Dockerfile, whose steps run in sandboxes of the server.
+    """
     if (source is None) == (suite is None):
         raise click.UsageError("name a directory or archive, or --mmdebstrap SUITE")
     if include and not suite:
         raise click.UsageError("--include goes with --mmdebstrap")
-    kind: Kind = options["kind"] or ("base" if suite else "workspace")
+    from_file = _dockerfile(source, options)
+    kind: Kind = options["kind"] or ("base" if suite or from_file else "workspace")
     wanted = Wanted(
         name=name,
         kind=kind,
@@ -179,6 +192,11 @@ def build(
             shell=shlex.split(options["shell"]),
         ),
     )
+    if from_file:
+        assert source is not None
+        layer = _build_dockerfile(data, source, from_file, wanted, options)
+        _tell_built(layer, as_json)
+        return
     with open_store(data) as store, Shown() as shown:
         builder = Builder(store, shown)
         if suite:
@@ -191,10 +209,46 @@ def build(
                 if source.is_dir()
                 else builder.from_tar(source, wanted)
             )
+    _tell_built(layer, as_json)
+
+
+def _tell_built(layer: Layer, as_json: bool) -> None:
     if as_json:
         print_json(layer)
     else:
         console.print(f"{layer.name}  {layer.digest[:12]}  {size(layer.total)}", markup=False)
+
+
+def _dockerfile(source: Path | None, options: dict[str, Any]) -> Path | None:
+    """The Dockerfile to build from, if there is one."""
+    if not options["dockerfile"] and not options["has_dockerfile"]:
+        if options["target"] or options["build_args"]:
+            raise click.UsageError("--target and --build-arg go with -f or --dockerfile")
+        return None
+    if source is None or options["compress"]:
+        raise click.UsageError("a Dockerfile needs SOURCE, its context, and goes with no --compress")
+    given: Path | None = options["dockerfile"]
+    return given or source / "Dockerfile"
+
+
+def _build_dockerfile(data: Path, source: Path, file: Path, wanted: Wanted, options: dict[str, Any]) -> Layer:
+    from dsec.cli.layer_build import build_dockerfile  # it loads the SDK
+    from dsec.client import DSecClient
+
+    async def go() -> Layer:
+        with open_store(data) as store:
+            async with DSecClient(url=options["url"], token=options["token"]) as client:
+                return await build_dockerfile(
+                    Builder(store),
+                    client,
+                    source,
+                    file,
+                    wanted,
+                    target=options["target"],
+                    build_args=pairs(options["build_args"], "--build-arg"),
+                )
+
+    return asyncio.run(go())
 
 
 @layer_group.command()
