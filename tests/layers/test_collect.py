@@ -76,6 +76,15 @@ def test_grace_is_from_the_last_use(store: LayerStore) -> None:
     assert store._catalogue.unreachable(time.time() + 1) == [layer.digest]
 
 
+def test_what_a_build_finds_counts_as_used(store: LayerStore) -> None:
+    layer = build(store)
+    store.remember("step:1", layer.digest)
+    later = time.time()
+    assert store._catalogue.unreachable(later) == [layer.digest]
+    assert store.made_of("step:1") is not None
+    assert store._catalogue.unreachable(later) == []
+
+
 def test_shared_blobs_stay_while_one_needs_them(store: LayerStore) -> None:
     content = os.urandom(20_000)
     a = build(store, "a:1", content)

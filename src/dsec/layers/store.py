@@ -157,7 +157,7 @@ class LayerStore:
         return layer
 
     def made_of(self, key: str) -> Layer | None:
-        """The layer that was made of what `key` stands for, if it is whole."""
+        """The layer that was made of what `key` stands for, if it is whole. It counts as used now."""
         layer = self._catalogue.by_source(key)
         try:
             if layer:
@@ -166,6 +166,8 @@ class LayerStore:
         except LayerCorrupt as e:
             log.warning("%s; it is made again", e)
             return None
+        if layer:
+            self._catalogue.use([layer.digest])  # whoever asks is about to need it
         return layer
 
     def list(self) -> builtins.list[Layer]:
