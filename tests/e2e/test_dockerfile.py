@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -18,6 +19,7 @@ from dsec.layers.store import LayerStore
 
 pytestmark = pytest.mark.kernel
 
+COMMAND = [sys.executable, "-m", "dsec.cli.main", "layer", "build"]
 DOCKERFILE = """\
 # syntax=docker/dockerfile:1
 ARG BASE=base
@@ -91,7 +93,7 @@ def packed_before(server: ServerProcess) -> None:
 
 def build(server: ServerProcess, *words: object, status: int = 0) -> str:
     """What it said on stderr."""
-    command = [sys.executable, "-m", "dsec.cli.main", "layer", "build", "--data", str(server.data)]
+    command = [*COMMAND, "--data", str(server.data)]
     env = {**os.environ, "DSEC_URL": server.url, "DSEC_TOKEN": server.token}
     done = subprocess.run(
         [*command, *map(str, words)], env=env, capture_output=True, text=True, timeout=240, check=False
@@ -206,3 +208,32 @@ async def test_links_lead_nowhere_else(server: ServerProcess, client: DSecClient
     with LayerStore(server.data / "store") as store:
         store.remove("l:2")
     await forget(server, client, "l:1")
+
+
+async def test_interrupted(server: ServerProcess, client: DSecClient, context: Path) -> None:
+    """Ctrl-C leaves no sandbox and no layer."""
+    file = context / "Long"
+    file.write_text("FROM base\nRUN echo begun; sleep 1000\n")
+    before = {e.name for e in os.scandir(server.data / "store/layers")}
+    process = subprocess.Popen(
+        [*COMMAND, "--data", server.data, "-f", file, "long:1", context],
+        env={**os.environ, "DSEC_URL": server.url, "DSEC_TOKEN": server.token},
+        stderr=subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    while process.stderr.readline() != b"begun\n":
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert await asyncio.to_thread(process.wait, 60) == 130
+    process.stderr.close()
+    assert [s.id async for s in client.list_sandboxes() if s.state == "running"] == []
+    assert {e.name for e in os.scandir(server.data / "store/layers")} == before
+
+
+async def test_many_steps(server: ServerProcess, client: DSecClient, context: Path) -> None:
+    file = context / "Many"
+    steps = "".join(f"COPY part1.txt /many/{n}\n" for n in range(120))
+    file.write_text(f"FROM base\n{steps}RUN ls /many | wc -l > /count\n")
+    build(server, "-f", file, "many:1", context)
+    assert await output(client, "many:1", "cat /count; ls /many | wc -l") == "120\n120\n"
+    await forget(server, client, "many:1")

@@ -152,6 +152,10 @@ class Terminal(Progress):
         sys.stderr.buffer.flush()
 
 
+def _note(line: str) -> None:
+    errors.print(line, markup=False, soft_wrap=True)
+
+
 def read_dockerfile(path: Path) -> bytes:
     """Raises InvalidArgument."""
     try:
@@ -175,7 +179,7 @@ async def build_dockerfile(
     wanted = check_wanted(wanted)
     if not context.is_dir():
         raise InvalidArgument(f"{context} is no directory: a Dockerfile's context is one")
-    parsed = parse(read_dockerfile(file), file.name, lambda line: errors.print(line, markup=False))
+    parsed = parse(read_dockerfile(file), file.name, _note)
     planned = plan(parsed, target=target, build_args=build_args)
     built = await build(planned, SandboxRunner(builder, client), context, Terminal())
     return await asyncio.to_thread(_named, builder.store, built, wanted)
