@@ -78,17 +78,16 @@ def _loops(below: Path) -> set[str]:
 
 def _cgroups(pids: set[int]) -> set[str]:
     """Below `dsec`, but those of edges whose processes are not ours."""
-    found = set()
-    for top in [*Path("/sys/fs/cgroup").glob("dsec"), *Path("/sys/fs/cgroup").glob("*/dsec")]:
-        for edge in top.iterdir():
-            if not edge.is_dir():
-                continue
-            with contextlib.suppress(OSError):
-                members = {int(p) for p in (edge / "aether" / "cgroup.procs").read_text().split()}
-                if members - pids:
-                    continue
-            found |= {f"group {p}" for p, _, _ in os.walk(edge)}
-    return found
+    tops = [*Path("/sys/fs/cgroup").glob("dsec"), *Path("/sys/fs/cgroup").glob("*/dsec")]
+    edges = [edge for top in tops for edge in top.iterdir() if edge.is_dir()]
+    others = {edge.name for edge in edges if _members(edge / "aether") - pids}
+    return {f"group {p}" for edge in edges if edge.name not in others for p, _, _ in os.walk(edge)}
+
+
+def _members(group: Path) -> set[int]:
+    with contextlib.suppress(OSError):
+        return {int(p) for p in (group / "cgroup.procs").read_text().split()}
+    return set()
 
 
 def _descriptors() -> set[str]:
