@@ -102,6 +102,18 @@ def build(server: ServerProcess, *words: object, status: int = 0) -> str:
     return done.stderr
 
 
+def interrupt(server: ServerProcess, after: bytes, *words: object) -> int:
+    """A build that is sent SIGINT after it said that line; its status."""
+    env = {**os.environ, "DSEC_URL": server.url, "DSEC_TOKEN": server.token}
+    command = [*COMMAND, "--data", str(server.data), *map(str, words)]
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        while process.stderr.readline() != after:
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        return process.wait(60)
+
+
 async def output(client: DSecClient, image: str, command: str, user: str = "") -> str:
     sandbox = await client.run_container(DSecContainerRunArgs(container_image=image))
     result = await sandbox.run_shell(command, user=user)
@@ -215,17 +227,7 @@ async def test_interrupted(server: ServerProcess, client: DSecClient, context: P
     file = context / "Long"
     file.write_text("FROM base\nRUN echo begun; sleep 1000\n")
     before = {e.name for e in os.scandir(server.data / "store/layers")}
-    process = subprocess.Popen(
-        [*COMMAND, "--data", server.data, "-f", file, "long:1", context],
-        env={**os.environ, "DSEC_URL": server.url, "DSEC_TOKEN": server.token},
-        stderr=subprocess.PIPE,
-    )
-    assert process.stderr is not None
-    while process.stderr.readline() != b"begun\n":
-        assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    assert await asyncio.to_thread(process.wait, 60) == 130
-    process.stderr.close()
+    assert await asyncio.to_thread(interrupt, server, b"begun\n", "-f", file, "long:1", context) != 0
     assert [s.id async for s in client.list_sandboxes() if s.state == "running"] == []
     assert {e.name for e in os.scandir(server.data / "store/layers")} == before
 

@@ -95,7 +95,7 @@ class WritableSnapshot:
         self.how = how
         """`snapshot`, `reflink` or `copy`: whether the time depends on nothing, on files, or on bytes."""
         self.platform = dict(platform or {})
-        """Files of /etc that were the sandbox's own, not its image's: name and content, as they were written."""
+        """Files of /etc that were the sandbox's own, not its image's: name and content as written."""
         self._close: Callable[[], None] | None = close
 
     def close(self) -> None:
