@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import tarfile
@@ -30,8 +31,10 @@ def store(tmp_path: Path) -> Iterator[LayerStore]:
 
 
 @pytest.fixture
-def runner(store: LayerStore) -> SandboxRunner:
-    return SandboxRunner(Builder(store), DSecClient(url="http://127.0.0.1:1", token="none"))
+def runner(store: LayerStore) -> Iterator[SandboxRunner]:
+    client = DSecClient(url="http://127.0.0.1:1", token="none")
+    with contextlib.closing(SandboxRunner(Builder(store), client)) as made:
+        yield made
 
 
 @pytest.fixture
@@ -185,6 +188,16 @@ async def test_from_another_stack(
     assert await put(runner, through_link) == {"/y": "644 0:0 old"}
     whole = copy("", [Elsewhere(stack, ("",))], "/")
     assert (await put(runner, whole)).keys() == shown(store, [*stack]).keys()
+
+
+async def test_steps_on_one_another(runner: SandboxRunner, base: str, context: Context) -> None:
+    """What is kept of the step before is never another stack's."""
+    f = local(context, "f")
+    one = await runner.copy(copy(base, f, "/n/"))
+    on_one = Copy(layers=[base, one], sources=f, destination="/n")
+    assert await put(runner, on_one) == {}  # /n is a directory there, and has it
+    assert await put(runner, copy(base, f, "/n")) == {"/n": "640 0:0 f"}
+    assert await put(runner, on_one) == {}
 
 
 async def test_survey(runner: SandboxRunner, base: str, context: Context) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from dsec.cli.layer_copy import Placer, View, survey
+from dsec.cli.layer_copy import LastView, Placer, survey
 from dsec.cli.output import errors
 from dsec.client import DSecClient, DSecContainerRunArgs, Sandbox
 from dsec.core.errors import InvalidArgument, LayerCorrupt, UnknownLayer
@@ -36,12 +37,19 @@ DISK_MB: Final = 65536
 
 
 class SandboxRunner:
-    """RUN in a sandbox each, COPY into a layer directly. The client's server must have `builder`'s store."""
+    """RUN in a sandbox each, COPY into a layer directly. The client's server must have `builder`'s store.
+
+    To be closed.
+    """
 
     def __init__(self, builder: Builder, client: DSecClient) -> None:
         self._builder = builder
         self._store = builder.store
         self._client = client
+        self._views = LastView(self._store)
+
+    def close(self) -> None:
+        self._views.close()
 
     async def resolve(self, reference: str, platform: str) -> Base:
         """A layer of the store, or an image of a registry, imported; a bare name is no image."""
@@ -87,7 +95,7 @@ class SandboxRunner:
         return await asyncio.to_thread(self._copy, request)
 
     def _copy(self, request: Copy) -> str:
-        with View(self._store, request.layers) as below:
+        with self._views.of(request.layers) as below:
             if not request.sources and below.is_directory(request.destination):
                 return request.layers[-1]
             wanted = Wanted(name="", kind="snapshot" if request.layers else "base", command=["COPY"])
@@ -181,7 +189,8 @@ async def build_dockerfile(
         raise InvalidArgument(f"{context} is no directory: a Dockerfile's context is one")
     parsed = parse(read_dockerfile(file), file.name, _note)
     planned = plan(parsed, target=target, build_args=build_args)
-    built = await build(planned, SandboxRunner(builder, client), context, Terminal())
+    with contextlib.closing(SandboxRunner(builder, client)) as runner:
+        built = await build(planned, runner, context, Terminal())
     return await asyncio.to_thread(_named, builder.store, built, wanted)
 
 

@@ -7,6 +7,7 @@ import copy
 import hashlib
 import io
 import stat
+import threading
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO, Final, NamedTuple
 
@@ -47,18 +48,30 @@ class View:
         self._store = store
         self._held = contextlib.ExitStack()
         self._open: dict[str, BinaryIO] = {}
+        self.layers: tuple[str, ...] = ()
         self.tree = Tree()
+        try:
+            self.extend(layers)
+        except BaseException:
+            self.close()
+            raise
+
+    def extend(self, layers: Sequence[str]) -> None:
+        """More layers on top."""
         for digest in layers:
-            self.tree = merge(
-                self.tree, read_layer(store, store.find(digest), self._held), keep_whiteouts=True
-            )
+            upper = read_layer(self._store, self._store.find(digest), self._held)
+            self.tree = merge(self.tree, upper, keep_whiteouts=True)
         drop_whiteouts(self.tree)
+        self.layers = (*self.layers, *layers)
+
+    def close(self) -> None:
+        self._held.close()
 
     def __enter__(self) -> View:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._held.close()
+        self.close()
 
     def find(self, parts: Parts) -> Inode | None:
         here: Inode | None = self.tree.root
@@ -126,6 +139,38 @@ class View:
         """Whether another layer can refer to its data: it lies in blobs, not in an image."""
         used = {e.blob for e in file.extents if e.blob != HOLE}
         return all(self._store.blob(self.tree.blobs[n].digest).exists() for n in used)
+
+
+class LastView:
+    """Keeps the view that was used last: the next COPY mostly needs it with a layer more."""
+
+    def __init__(self, store: LayerStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._view: View | None = None
+
+    @contextlib.contextmanager
+    def of(self, layers: Sequence[str]) -> Iterator[View]:
+        """One thread at a time has it."""
+        with self._lock:
+            view, self._view = self._view, None
+            if view is not None and view.layers != tuple(layers[: len(view.layers)]):
+                view.close()
+                view = None
+            view = view or View(self._store, ())
+            try:
+                view.extend(layers[len(view.layers) :])
+                yield view
+            except BaseException:
+                view.close()
+                raise
+            self._view = view
+
+    def close(self) -> None:
+        with self._lock:
+            if self._view is not None:
+                self._view.close()
+                self._view = None
 
 
 class Owner(NamedTuple):
