@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -57,9 +57,14 @@ def stock() -> Path:
         out.mkdir(parents=True, mode=0o700)
         kinds = ("base", "workspace", "toolkit")
         for source, name, kind in zip((base_dir(), *small_dirs()), (IMAGE, *LAYERS), kinds, strict=True):
-            run(*_dsec("layer", "build", "--data", str(out), "--kind", kind, name, str(source)))
+            layer_build(out, name, source, kind)
         (out / "complete").touch()
     return out
+
+
+def layer_build(data: Path, name: str, source: Path, kind: str) -> None:
+    """A layer in the store of a server's data directory."""
+    run(*_dsec("layer", "build", "--data", str(data), "--kind", kind, name, str(source)))
 
 
 def _dsec(*argv: str) -> list[str]:
@@ -69,12 +74,27 @@ def _dsec(*argv: str) -> list[str]:
 @contextmanager
 def started(*options: str) -> Iterator[Target]:
     """A fresh server; when it ends, everything that it made is gone with its directory."""
-    if os.geteuid() != 0:
-        raise Unavailable("a server of our own needs root; give --url to measure a running one")
-    data = Path(mkdtemp(prefix="server-", dir=CACHE)) if stock() else CACHE
-    try:
+    with _fresh() as data:
         run("cp", "-al", stock() / "store", data / "store")
         yield from _serve(data, options)
+
+
+@contextmanager
+def on_store(store: Path, image: str, *options: str) -> Iterator[Target]:
+    """A fresh server that holds nothing; its layers lie in `store`."""
+    with _fresh() as data:
+        for target in _serve(data, ("--store", str(store), *options)):
+            yield replace(target, image=image, layers=())
+
+
+@contextmanager
+def _fresh() -> Iterator[Path]:
+    if os.geteuid() != 0:
+        raise Unavailable("a server of our own needs root; give --url to measure a running one")
+    CACHE.mkdir(parents=True, exist_ok=True)
+    data = Path(mkdtemp(prefix="server-", dir=CACHE))
+    try:
+        yield data
     finally:
         shutil.rmtree(data, ignore_errors=True)
 

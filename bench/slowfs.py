@@ -1,14 +1,14 @@
-"""A store that is slow and counts: a FUSE filesystem over a directory, with a latency and a bandwidth.
+"""A store that is slow and counts: FUSE over a directory, whose reads have a latency and a bandwidth.
 
     python -m bench.slowfs SOURCE MOUNTPOINT COUNTERS --latency-ms 2 --bandwidth 1000000000
 
 What is read is counted by request and by byte in COUNTERS, a file of three numbers that others may map.
+Writes pass through at once: a node notes in its store what it uses, and what a first run read.
 """
 
 from __future__ import annotations
 
 import argparse
-import errno
 import mmap
 import os
 import struct
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -54,38 +55,82 @@ class Slow:
 
 
 def serve(source: str, where: str, counters: str, latency_s: float, bandwidth: float) -> None:
-    import mfusepy
+    import mfusepy  # type: ignore[import-untyped]
 
     with open(counters, "r+b") as f:
         mapped = mmap.mmap(f.fileno(), COUNTERS.size)
-    slow = Slow(source, mapped, latency_s, bandwidth)
+    files = Files(Slow(source, mapped, latency_s, bandwidth))
+    mfusepy.FUSE(files, where, foreground=True, kernel_cache=True, use_ino=True, fsname="slowfs")
 
-    class Operations(mfusepy.Operations):  # type: ignore[misc]
-        use_ns = True
 
-        def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
-            try:
-                st = os.lstat(slow.path(path))
-            except OSError as e:
-                raise mfusepy.FuseOSError(e.errno or errno.EIO) from e
-            keys = ("st_mode", "st_nlink", "st_uid", "st_gid", "st_size", "st_blocks")
-            times = {k: getattr(st, f"{k}_ns") for k in ("st_atime", "st_mtime", "st_ctime")}
-            return {**{k: getattr(st, k) for k in keys}, **times}
+class Files:
+    """What mfusepy calls, by these names. It makes an errno of each OSError."""
 
-        def readdir(self, path: str, fh: int) -> Any:
-            return [".", "..", *os.listdir(slow.path(path))]
+    use_ns = True
 
-        def open(self, path: str, flags: int) -> int:
-            return os.open(slow.path(path), os.O_RDONLY)
+    def __init__(self, slow: Slow) -> None:
+        self._slow = slow
 
-        def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
-            return slow.read(path, size, offset, fh)
+    def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
+        st = os.lstat(self._slow.path(path))
+        keys = ("st_ino", "st_mode", "st_nlink", "st_uid", "st_gid", "st_size", "st_blocks")
+        times = {k: getattr(st, f"{k}_ns") for k in ("st_atime", "st_mtime", "st_ctime")}
+        return {**{k: getattr(st, k) for k in keys}, **times}
 
-        def release(self, path: str, fh: int) -> int:
-            os.close(fh)
-            return 0
+    def readdir(self, path: str, fh: int) -> Iterator[tuple[str, dict[str, int], int]]:
+        """Numbers of inodes too: the kernel shows no entry whose number is 0."""
+        top = self._slow.path(path)
+        for name in (".", "..", *os.listdir(top)):
+            st = os.lstat(os.path.join(top, name))
+            yield name, {"st_ino": st.st_ino, "st_mode": st.st_mode}, 0
 
-    mfusepy.FUSE(Operations(), where, foreground=True, ro=True, kernel_cache=True, fsname="slowfs")
+    def statfs(self, path: str) -> dict[str, int]:
+        st = os.statvfs(self._slow.path(path))
+        return {k: getattr(st, k) for k in ("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail")}
+
+    def open(self, path: str, flags: int) -> int:
+        # The kernel reads a page before it writes a part of it, and knows where the end is.
+        flags = flags & ~(os.O_APPEND | os.O_ACCMODE) | (os.O_RDWR if flags & os.O_ACCMODE else os.O_RDONLY)
+        return os.open(self._slow.path(path), flags)
+
+    def create(self, path: str, mode: int) -> int:
+        return os.open(self._slow.path(path), os.O_RDWR | os.O_CREAT, mode)
+
+    def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
+        return self._slow.read(path, size, offset, fh)
+
+    def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
+        return os.pwrite(fh, data, offset)
+
+    def fsync(self, path: str, datasync: int, fh: int) -> None:
+        os.fsync(fh)
+
+    def release(self, path: str, fh: int) -> None:
+        os.close(fh)
+
+    def truncate(self, path: str, length: int, fh: int | None = None) -> None:
+        os.truncate(self._slow.path(path), length)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(self._slow.path(path))
+
+    def link(self, target: str, source: str) -> None:
+        os.link(self._slow.path(source), self._slow.path(target))
+
+    def rename(self, old: str, new: str) -> None:
+        os.rename(self._slow.path(old), self._slow.path(new))
+
+    def mkdir(self, path: str, mode: int) -> None:
+        os.mkdir(self._slow.path(path), mode)
+
+    def rmdir(self, path: str) -> None:
+        os.rmdir(self._slow.path(path))
+
+    def chmod(self, path: str, mode: int) -> None:
+        os.chmod(self._slow.path(path), mode)
+
+    def utimens(self, path: str, times: tuple[int, int]) -> None:
+        os.utime(self._slow.path(path), ns=times)
 
 
 class SlowStore:

@@ -29,6 +29,9 @@ MODULES = {
     "cycle": "cycle",
     "density": "density",
     "transfer": "transfer",
+    "cold-start": "cold_start",
+    "catalogue": "catalogue",
+    "pack-diff": "pack_diff",
 }
 
 

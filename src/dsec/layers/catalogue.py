@@ -26,6 +26,7 @@ CREATE TABLE IF NOT EXISTS names
     WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS names_by_digest ON names(digest);
 CREATE TABLE IF NOT EXISTS kinds (kind TEXT, name TEXT, PRIMARY KEY (kind, name)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS kinds_by_name ON kinds(name);
 CREATE TABLE IF NOT EXISTS needs
     (layer TEXT, kind TEXT, what TEXT, PRIMARY KEY (layer, kind, what)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS needs_by_what ON needs(kind, what);
