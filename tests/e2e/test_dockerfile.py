@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.server import ServerProcess
+from tests.layers.oci.conftest import Served, registry
 
 from dsec.client import DSecClient, DSecContainerRunArgs
+from dsec.layers.exporter import Exporter
 from dsec.layers.store import LayerStore
 
+__all__ = ["registry"]
 pytestmark = pytest.mark.kernel
 
 COMMAND = [sys.executable, "-m", "dsec.cli.main", "layer", "build"]
@@ -78,8 +81,11 @@ async def client(server: ServerProcess) -> AsyncIterator[DSecClient]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def packed_before(server: ServerProcess) -> None:
-    """The first sandbox that is frozen makes the group that all are frozen in: before the first look."""
+def packed_before(server: ServerProcess, registry: Served) -> None:
+    """The first sandbox that is frozen makes the group that all are frozen in: before the first look.
+
+    registry: it stays to the end of all tests, and is to be there from the beginning.
+    """
 
     async def pack() -> None:
         async with DSecClient(url=server.url, token=server.token) as client:
@@ -186,12 +192,16 @@ async def test_failures(server: ServerProcess, client: DSecClient, context: Path
         "begun" in said and "step_failed: Bad:2: RUN: the command ended with exit 7" in said and "why" in said
     )
     for text, told in (
-        ("FROM no-such-layer\n", "no layer 'no-such-layer:latest'"),
+        ("FROM no-such-layer\n", "Bad:1: FROM: no layer 'no-such-layer:latest'"),
         ("FROM base\nCOPY none /x\n", "Bad:2: COPY: 'none': it is not in the context"),
         ("FROM base\nCOPY ../x /x\n", "leads out of the context"),
         ("FROM base\nCOPY tree/left.log /x\n", ".dockerignore leaves it out"),
         ("FROM base\nCOPY --from=base /no/such /x\n", "/no/such: there is no such file"),
-        ("FROM base\nCOPY --chown=nobody-at-all part1.txt /x\n", "no 'nobody-at-all' in /etc/passwd"),
+        ("FROM base\nUSER none\nRUN true\n", "user_not_found: Bad:3: RUN: "),
+        (
+            "FROM base\nCOPY --chown=nobody-at-all part1.txt /x\n",
+            "Bad:2: COPY: --chown: no 'nobody-at-all' in /etc/passwd",
+        ),
         ("FROM base\nADD https://x.example/y /x\n", "only local files"),
         ("FROM base\nRUN --mount=type=ssh true\n", "--mount=type=ssh is not supported"),
         ("FROM scratch\n", "makes no file"),
@@ -239,3 +249,19 @@ async def test_many_steps(server: ServerProcess, client: DSecClient, context: Pa
     build(server, "-f", file, "many:1", context)
     assert await output(client, "many:1", "cat /count; ls /many | wc -l") == "120\n120\n"
     await forget(server, client, "many:1")
+
+
+async def test_base_of_a_registry(
+    server: ServerProcess, client: DSecClient, context: Path, registry: Served
+) -> None:
+    reference = f"{registry.host}/team/base:1"
+    with LayerStore(server.data / "store") as store:
+        Exporter(store).to_registry(["base"], reference, level=1)
+    file = context / "Registry"
+    file.write_text(f"FROM {reference}\nRUN echo made > /srv/made\n")
+    build(server, "-f", file, "registry:1", context)
+    assert "] cached RUN" in build(server, "-f", file, "registry:2", context)
+    assert await output(client, "registry:2", "cat /srv/made") == "made\n"
+    file.write_text(f"FROM {registry.host}/team/none:1\n")
+    assert "team/none" in build(server, "-f", file, "registry:3", context, status=125)
+    await forget(server, client, "registry:1", "registry:2", reference)

@@ -104,6 +104,10 @@ async def test_copied_contents(runner: DirectoryRunner, context: Path) -> None:
         ("COPY *.none /x/", "it is not in the context"),
         ("COPY out /x", "'out': it is not in the context"),
         ("COPY up/passwd /x", "it is not in the context"),
+        ("COPY " + "x" * 300 + " /x", "File name too long"),
+        ("COPY a.txt/b /x", "it is not in the context"),
+        ("COPY --from=base /none /x", "there is no such file"),
+        ("COPY --from=none /none /x", "no layer 'none'"),
         ("COPY *.txt /x", "it must end with a slash"),
         ("COPY a.txt $none", "the destination is empty"),
         ("COPY --chmod=u+x a.txt /x", "in octal"),
@@ -221,7 +225,7 @@ async def test_stages(runner: DirectoryRunner, context: Path) -> None:
         ("FROM none\n", "none"),
         ("FROM base\nCOPY --from=later a /\nFROM base AS later\n", "later"),
     ):
-        with pytest.raises(UnknownLayer, match=told):
+        with pytest.raises(UnknownLayer, match=rf"^Dockerfile:\d: .*{told}"):
             await made(text, runner, context, target="0")
     with pytest.raises(InvalidArgument, match="is empty"):
         planned("ARG X\nFROM $X\n")
@@ -313,6 +317,9 @@ async def test_dockerignore(runner: DirectoryRunner, context: Path) -> None:
     assert list(files(root)) == ["x/c.md", "x/d/e/g"]
     (context / "a.txt").write_text("no part of it")
     assert (await made("FROM base\nCOPY . /x\n", runner, context))[0].made == 0
+    (context / "Other.dockerignore").mkdir()
+    with pytest.raises(InvalidArgument, match=r"Other\.dockerignore: Is a directory"):
+        await build(plan(parse(b"FROM base", "Other")), runner, context)
     with pytest.raises(InvalidArgument, match="leaves it out"):
         await made("FROM base\nCOPY a.txt /x\n", runner, context)
     (context / "Dockerfile.dockerignore").write_text("d\n")

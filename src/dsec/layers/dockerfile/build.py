@@ -9,11 +9,12 @@ from typing import Final, Protocol
 
 import msgspec
 
-from dsec.core.errors import DSecError
+from dsec.core.errors import DSecError, InvalidArgument
 from dsec.core.images import ImageConfig
 from dsec.layers.dockerfile import cache, copying, ignore
 from dsec.layers.dockerfile.copying import Context, Copy, Elsewhere, Local, Source, Text
 from dsec.layers.dockerfile.faults import StepFailed as StepFailed  # what a runner raises
+from dsec.layers.dockerfile.faults import placed
 from dsec.layers.dockerfile.parser import Parsed
 from dsec.layers.dockerfile.plan import SCRATCH, Plan, Planned
 from dsec.layers.dockerfile.state import DEFAULT_PATH, History, Metadata, State, run_argv, run_env
@@ -116,8 +117,10 @@ def read_ignore(context: Path, plan: Plan) -> ignore.Ignore:
         try:
             with (context / name).open("rb") as f:
                 return ignore.parse(f.read(ignore.MAX_FILE + 1), name)
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             continue
+        except OSError as e:
+            raise InvalidArgument(f"reading {context / name}: {e.strerror}: mend it, or take it away") from e
     return ignore.Ignore()
 
 
@@ -166,7 +169,8 @@ class _Build:
             return self.done[planned.on].result().heir()
         if planned.base == SCRATCH:
             return State(key=cache.of_base(SCRATCH, []), config=ImageConfig(env={"PATH": DEFAULT_PATH}))
-        base = await self._runner.resolve(planned.base, planned.platform)
+        with placed(self._plan.dockerfile.at(planned.stage.start)):
+            base = await self._runner.resolve(planned.base, planned.platform)
         config = base.config
         if "PATH" not in config.env:
             config = msgspec.structs.replace(config, env={"PATH": DEFAULT_PATH, **config.env})
@@ -204,10 +208,7 @@ class _Build:
                 self._progress.output(planned.title, data)
 
             run = self._runner.run
-            try:
-                return await run([*state.layers], config, argv, env, config.user, state.workdir, output)
-            except StepFailed as e:
-                raise StepFailed(f"{at}: {e.message}", **{**e.details, "line": parsed.line}) from e
+            return await run([*state.layers], config, argv, env, config.user, state.workdir, output)
 
         await self._made(planned, state, number, parsed, key, make)
 
@@ -227,7 +228,8 @@ class _Build:
         contents = await asyncio.to_thread(copying.contents, copying.check(request, at), at)
         for source in found:
             if isinstance(source, Elsewhere):
-                contents.append(await self._runner.survey(source.layers, source.patterns))
+                with placed(at):
+                    contents.append(await self._runner.survey(source.layers, source.patterns))
         await self._put(planned, state, number, parsed, request, contents)
 
     @staticmethod
@@ -249,7 +251,8 @@ class _Build:
             return [*texts, *found]
         if texts:
             raise at.bad("--from and a heredoc do not go together: write two instructions")
-        layers = await self._layers_of(planned, word)
+        with placed(at):
+            layers = await self._layers_of(planned, word)
         clean = tuple(copying.inside(pattern, at) for pattern in patterns)
         return [Elsewhere(tuple(layers), clean)]
 
@@ -286,7 +289,8 @@ class _Build:
         known = await self._runner.cached(key)
         self._tell(planned, number, _text(parsed), known is not None)
         if known is None:
-            known = await make()
+            with placed(self._plan.dockerfile.at(parsed)):
+                known = await make()
             await self._runner.remember(key, known)
             self.made += 1
         else:

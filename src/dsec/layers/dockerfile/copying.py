@@ -109,7 +109,10 @@ class Context:
         """What sources mean, in their order, matches of one by name. Raises InvalidArgument for no match."""
         found: list[Local] = []
         for pattern in patterns:
-            matched = self._matched(pattern, at)
+            try:
+                matched = self._matched(pattern, at)
+            except OSError as e:
+                raise at.bad(f"{shown(pattern)}: {e.strerror}: choose another source") from e
             if not matched:
                 why = "it is not in the context, or .dockerignore leaves it out"
                 raise at.bad(f"{shown(pattern)}: {why}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Final
 
 from dsec.core.errors import Conflict, InvalidArgument
@@ -36,3 +38,14 @@ class At:
 def shown(text: str) -> str:
     """For a message: quoted, and not too long."""
     return repr(text if len(text) <= SHOWN else text[:SHOWN] + "...")
+
+
+@contextlib.contextmanager
+def placed(at: At) -> Iterator[None]:
+    """Errors of what a runner does get the place of the instruction that asked for it."""
+    try:
+        yield
+    except (StepFailed, InvalidArgument) as e:
+        if "line" in e.details:
+            raise
+        raise type(e)(f"{at}: {e.message}", **{**e.details, "line": at.line}) from e
