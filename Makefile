@@ -31,6 +31,7 @@ lint: setup
 
 # Prints figures and ratios and rewrites docs/benchmarks.md. Fails on no time.
 bench: agent
+	@scripts/setup fuse3 docker-registry skopeo umoci
 	@scripts/bench
 
 # Long runs that are kept out of CI: 200 kills, 10,000 cycles.

@@ -79,6 +79,16 @@ def rss_mb(pids: Iterable[int]) -> float:
     return total / 1024
 
 
+def written_mb(pids: Iterable[int]) -> float:
+    """What these processes, and those that they have waited for, gave to disks, in MB (10^6 bytes)."""
+    total = 0
+    for pid in pids:
+        with suppress(OSError):
+            fields = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+            total += int(fields["write_bytes"])
+    return total / 1e6
+
+
 def peak_mb(pid: int) -> float:
     """The highest resident memory since `reset_peak`, in MiB."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():

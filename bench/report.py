@@ -86,6 +86,21 @@ AIMS: Final = (
     Aim("transfer", "up_mb_s", "1 GiB up, MB/s", low=300),
     Aim("transfer", "down_mb_s", "1 GiB down, MB/s", low=300),
     Aim("transfer", "server_growth_mb", "... growth of the server's memory, MB", high=32),
+    Aim("cold-start", "value", "First result on a node that holds nothing, from a slow store, ms"),
+    Aim("cold-start", "bytes_share", "... share of the image that was read", high=0.1),
+    Aim("cold-start", "full_copy", "... times faster than copying the image first", low=10),
+    Aim("cold-start", "warm", "... times the warm start", high=5),
+    Aim("cold-start", "prefetch_warm", "... times the warm start, with reading ahead", high=2),
+    Aim("layers-vs-tar", "speedup", "200 sandboxes with layers, times faster than unpacking into each"),
+    Aim("layers-vs-tar", "bytes_written_less", "... times fewer bytes written"),
+    Aim("import", "skopeo_umoci_mkfs", "Import, times faster than skopeo, umoci and mkfs.erofs"),
+    Aim("import", "peak_rss_mb", "... peak memory, MB"),
+    Aim("pull-vs-docker", "docker", "Image absent, to the first result, times faster than Docker"),
+    Aim("catalogue", "lookup_ms", "Lookup in 113,540 layers, p50 ms", high=1),
+    Aim("catalogue", "lookup_p99_ms", "... p99 ms", high=1),
+    Aim("catalogue", "page_ms", "... a page of 1,000 over HTTP, ms", high=50),
+    Aim("catalogue", "toolkit_update_empty_store", "... updating a toolkit, times that in an empty store"),
+    Aim("pack-diff", "frozen_ms", "pack_diff of 100 MB: frozen, ms"),
 )
 
 

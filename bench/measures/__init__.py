@@ -30,6 +30,9 @@ MODULES = {
     "density": "density",
     "transfer": "transfer",
     "cold-start": "cold_start",
+    "layers-vs-tar": "layers_vs_tar",
+    "import": "import_",
+    "pull-vs-docker": "pull",
     "catalogue": "catalogue",
     "pack-diff": "pack_diff",
 }
