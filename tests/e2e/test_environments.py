@@ -97,7 +97,7 @@ async def test_work_becomes_an_environment(client: DSecClient, server: ServerPro
     assert packed.layer.kind == "snapshot" and packed.layer.name == "team/solved:1" and packed.left_out > 0
     assert packed.layer.provenance.sandbox == sandbox.id and packed.smoke_output.strip() == "42"
     assert any(f.kind == "setuid" and f.path == "srv/work/moved" for f in packed.findings)
-    assert 0 < packed.frozen_s < 5
+    assert packed.frozen_s > 0
     assert await output(sandbox, "cat /tmp/junk") == "junk"  # it goes on as it was
     fresh = await client.run_container(args("team/solved:1"))
     assert await output(fresh, "cat /srv/work/moved; stat -c '%a %h' /srv/work/hard") == "done\n4755 2"
