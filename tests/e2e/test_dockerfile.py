@@ -237,7 +237,7 @@ async def test_interrupted(server: ServerProcess, client: DSecClient, context: P
     file = context / "Long"
     file.write_text("FROM base\nRUN echo begun; sleep 1000\n")
     before = {e.name for e in os.scandir(server.data / "store/layers")}
-    assert await asyncio.to_thread(interrupt, server, b"begun\n", "-f", file, "long:1", context) != 0
+    assert await asyncio.to_thread(interrupt, server, b"begun\n", "-f", file, "long:1", context) == 130
     assert [s.id async for s in client.list_sandboxes() if s.state == "running"] == []
     assert {e.name for e in os.scandir(server.data / "store/layers")} == before
 

@@ -49,15 +49,22 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Entry point. A DSecError becomes one line on stderr and exit status 125, as `docker run` has it."""
+    """Entry point. A DSecError becomes one line on stderr and exit status 125, as `docker run` has it; an
+    interrupt 130, as a shell has it."""
     try:
-        cli(standalone_mode=True)
+        status = cli(standalone_mode=False)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as e:
+        e.show()
+        sys.exit(e.exit_code)
     except DSecError as e:
         errors.print(f"[red]dsec: {e.code}:[/] ", end="")
         errors.print(e.message, markup=False)
         sys.exit(125)
     except KeyboardInterrupt:
         sys.exit(130)
+    sys.exit(status if isinstance(status, int) else 0)
 
 
 if __name__ == "__main__":
