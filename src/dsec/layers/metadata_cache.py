@@ -96,15 +96,13 @@ class MetadataCache:
         return digest.hexdigest()
 
     def _make_room(self, size: int) -> None:
-        entries = sorted((e.stat() for e in os.scandir(self.files)), key=lambda s: s.st_mtime)
-        total = sum(entry.st_size for entry in entries)
-        if total + size <= self._limit:
-            return
-        for entry in sorted(os.scandir(self.files), key=lambda e: e.stat().st_mtime):
-            total -= entry.stat().st_size
-            os.unlink(entry.path)
-            if total + size <= self._limit:
+        entries = [(entry.stat(), entry.path) for entry in os.scandir(self.files)]
+        total = size + sum(st.st_size for st, _ in entries)
+        for st, path in sorted(entries, key=lambda e: e[0].st_mtime):
+            if total <= self._limit:
                 return
+            os.unlink(path)
+            total -= st.st_size
 
 
 def _read_whole(fd: int) -> Iterator[bytes]:
