@@ -7,6 +7,7 @@ from typing import Any
 
 from dsec.apiserver.app import ApiServer
 from dsec.apiserver.server import Server
+from dsec.audit.service import AuditService
 from dsec.backends.base import ImageConfig, LayerRef
 from dsec.backends.fake import FakeBackend
 from dsec.client import DSecClient, DSecContainerRunArgs
@@ -43,6 +44,8 @@ class StackServer:
 
     async def start(self, port: int = 0) -> None:
         self.bus = LocalBus()
+        self.audit = AuditService(self.data / "audit")
+        self.audit.start(self.bus)
         self.edge = EdgeService(
             self.bus,
             edge_id="e1",
@@ -50,9 +53,10 @@ class StackServer:
             backends={"fake": self.backend},
             layers=_Layers(),
             config=self.config,
+            audit=self.audit.record,
         )
         await self.edge.start()
-        self.api = ApiServer(self.bus, self.tokens, edges=["e1"])
+        self.api = ApiServer(self.bus, self.tokens, edges=["e1"], audit=self.audit.record)
         await self.api.start()
         self.server = Server(self.api)
         self.url = await self.server.start("127.0.0.1", port)
@@ -68,6 +72,7 @@ class StackServer:
         await self.server.stop()
         await self.api.stop()
         await self.edge.stop(keep=keep)
+        await self.audit.stop()
         await self.bus.close()
 
     async def restart(self, *, graceful: bool = False) -> None:

@@ -53,6 +53,10 @@ class Access:
                 self._projects.popitem(last=False)
         return project
 
+    def known_project(self, sandbox_id: str) -> str:
+        """Its project, where it was asked for before."""
+        return self._projects.get(sandbox_id, "")
+
     async def attach(self, message: m.AttachOperation) -> Stream:
         return await self.bus.stream(f"edge.{self.edge(message.sandbox_id)}.attach", message)
 

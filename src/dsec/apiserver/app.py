@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 
 from dsec.apiserver.access import Access
+from dsec.apiserver.audit import Audit
 from dsec.apiserver.files import Files
 from dsec.apiserver.http import (
     ClientGone,
@@ -29,6 +30,7 @@ from dsec.apiserver.sockets import Sockets, refuse
 from dsec.core.errors import DSecError, Internal, InvalidArgument, NotFound, Unauthenticated
 from dsec.iam.tokens import Principal, TokenStore
 from dsec.placement.service import Placement
+from dsec.wire.audit import Sink
 from dsec.wire.bus import Bus
 
 log = logging.getLogger(__name__)
@@ -43,15 +45,24 @@ class MethodNotAllowed(InvalidArgument):
 class ApiServer:
     """Keeps no state of any sandbox: an id names its edge."""
 
-    def __init__(self, bus: Bus, tokens: TokenStore, *, edges: Sequence[str]) -> None:
+    def __init__(
+        self, bus: Bus, tokens: TokenStore, *, edges: Sequence[str], audit: Sink | None = None
+    ) -> None:
         self._tokens = tokens
         self._placement = Placement(bus, edges)
         access = Access(bus, self._placement)
+        self._audit = Audit(access, audit)
         self._sandboxes = Sandboxes(access)
         operations = Operations(access)
         node = NodeApi(access)
         table = routes(
-            self._sandboxes, operations, Files(access, operations), Sockets(access), Layers(access), node
+            self._sandboxes,
+            operations,
+            Files(access, operations),
+            Sockets(access),
+            Layers(access),
+            node,
+            self._audit,
         )
         node.document = document(table)
         self._router = Router(table)
@@ -81,7 +92,7 @@ class ApiServer:
 
         r.send = watched
         try:
-            await self._route(r, r.scope["method"]).handler(r)
+            await self._handle(r, r.scope["method"])
         except ClientGone:
             await _cut(r)
         except asyncio.CancelledError:
@@ -105,9 +116,32 @@ class ApiServer:
             else:
                 await answer_error(r, Internal("the server failed; its log says more"))
 
+    async def _handle(self, r: Request, method: str) -> None:
+        """By its handler; then one entry in the audit record, whatever came of it."""
+        route = self._route(r, method)
+        outcome = "cancelled"
+        try:
+            await route.handler(r)
+            outcome = "ok"
+        except ClientGone:
+            outcome = "client_gone"
+            raise
+        except OperationFailed as e:
+            outcome = e.error.code
+            raise
+        except DSecError as e:
+            outcome = e.code
+            raise
+        except Exception:
+            outcome = "internal"
+            raise
+        finally:
+            if not route.public:
+                self._audit.acted(r, route, outcome)
+
     async def _socket(self, r: Request) -> None:
         try:
-            await self._route(r, "WS").handler(r)
+            await self._handle(r, "WS")
         except (ClientGone, ConnectionError):
             pass
         except OperationFailed as e:
@@ -123,7 +157,11 @@ class ApiServer:
         """Raises Unauthenticated before anything is said about the path."""
         route, params, methods = self._router.find(method, r.scope["path"])
         if route is None or not route.public:
-            r.principal = self._principal(r)
+            try:
+                r.principal = self._principal(r)
+            except Unauthenticated as e:
+                self._audit.refused(r, e.message)
+                raise
         if route is None:
             if methods:
                 raise MethodNotAllowed(f"{method} is not for this path: {', '.join(methods)}")

@@ -13,6 +13,13 @@ from dsec.core.specs import USER, check_env
 from dsec.wire import aether as w
 from dsec.wire import api
 from dsec.wire import edge as m
+from dsec.wire.audit import MAX_TEXT
+
+
+def command_head(body: api.ExecRequest | api.ShellRequest) -> str:
+    """Enough of a command to know it by, for the audit record."""
+    words = [body.command] if isinstance(body, api.ShellRequest) else body.argv[:16]
+    return " ".join(api.of_blob(word)[:MAX_TEXT].decode(errors="replace") for word in words)
 
 
 def command_request(r: api.ExecRequest | api.ShellRequest, op_id: str = "") -> w.Exec | w.Shell:

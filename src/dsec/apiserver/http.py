@@ -40,7 +40,7 @@ class OperationFailed(Exception):
 
 
 class Request:
-    __slots__ = ("_query", "params", "principal", "receive", "scope", "send")
+    __slots__ = ("_query", "noted", "params", "principal", "receive", "scope", "send")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
@@ -49,7 +49,13 @@ class Request:
         self.params: tuple[str, ...] = ()
         """What stands for `{…}` in the route's path, in order."""
         self.principal: Principal
+        self.noted: dict[str, Any] | None = None
+        """What a handler gives the audit record besides (`sandbox`, `project`, or a detail)."""
         self._query: dict[str, list[bytes]] | None = None
+
+    def note(self, **noted: Any) -> None:
+        """For the audit record; never a secret, an environment, or what a file holds."""
+        self.noted = {**(self.noted or {}), **noted}
 
     def header(self, name: bytes) -> str | None:
         """`name` in lower case."""
@@ -197,8 +203,6 @@ def _number(name: str, value: bytes, kind: type[int] | type[float], low: float, 
 
 # --- answers ---
 
-_JSON: Final = (b"content-type", b"application/json")
-
 
 async def answer(r: Request, body: Any, status: int = 200) -> None:
     """A struct as JSON."""
@@ -206,13 +210,21 @@ async def answer(r: Request, body: Any, status: int = 200) -> None:
 
 
 async def answer_bytes(
-    r: Request, data: bytes, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()
+    r: Request,
+    data: bytes,
+    status: int = 200,
+    headers: tuple[tuple[bytes, bytes], ...] = (),
+    content_type: bytes = b"application/json",
 ) -> None:
     await r.send(
         {
             "type": "http.response.start",
             "status": status,
-            "headers": [_JSON, (b"content-length", b"%d" % len(data)), *headers],
+            "headers": [
+                (b"content-type", content_type),
+                (b"content-length", b"%d" % len(data)),
+                *headers,
+            ],
         }
     )
     await r.send({"type": "http.response.body", "body": data})

@@ -7,7 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from dsec.apiserver.access import Access
-from dsec.apiserver.convert import command_request, operation, raise_failed
+from dsec.apiserver.convert import command_head, command_request, operation, raise_failed
 from dsec.apiserver.http import Request, answer
 from dsec.apiserver.watchdog import WhileConnected
 from dsec.core.ids import check_operation_id, check_session_name, new_operation_id
@@ -42,6 +42,7 @@ class Operations:
             open_input=body.open_input,
             wait_s=body.wait_s,
         )
+        r.note(operation=message.request.op_id, command=command_head(body))
         async with WhileConnected(r):  # the command goes on; only the wait for it ends
             info = await self._access.ask(sandbox_id, "operate", message)
         await _answer(r, info)
@@ -83,6 +84,7 @@ class Operations:
 
     async def signal(self, r: Request) -> None:
         sandbox_id, body = await self._access.sandbox(r), await r.json(_signal)
+        r.note(operation=r.params[1], signal=body.signal)
         message = m.SignalOperation(
             sandbox_id=sandbox_id,
             op_id=check_operation_id(r.params[1]),

@@ -39,10 +39,19 @@ class Route:
     """Of success."""
     public: bool = False
     """Needs no token."""
+    quiet: bool | None = None
+    """Leaves no entry in the audit record; by default what only looks (GET)."""
     names: frozenset[str] = field(init=False)
+    action: str = field(init=False)
+    """Its name in the audit record, such as `sandboxes.create`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", frozenset(q.name for q in self.query))
+        object.__setattr__(self, "action", self.handler.__qualname__.lower())
+
+    @property
+    def audited(self) -> bool:
+        return self.method != "GET" if self.quiet is None else not self.quiet
 
 
 class _Node:

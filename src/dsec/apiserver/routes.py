@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from dsec.apiserver.audit import Audit
 from dsec.apiserver.files import Files
 from dsec.apiserver.layers import Layers
 from dsec.apiserver.node import NodeApi
@@ -14,6 +15,7 @@ from dsec.apiserver.sockets import Sockets
 from dsec.wire import api
 from dsec.wire import edge as m
 from dsec.wire import layers as lm
+from dsec.wire.audit import AuditPage
 
 BOX: Final = "/v1/sandboxes/{id}"
 OP: Final = BOX + "/operations/{op_id}"
@@ -38,6 +40,7 @@ def routes(
     sockets: Sockets,
     layers: Layers,
     node: NodeApi,
+    audit: Audit,
 ) -> list[Route]:
     return [
         *_sandboxes(sandboxes),
@@ -45,9 +48,31 @@ def routes(
         *_files(files, sockets),
         Route("GET", "/v1/node", node.node, "The node: backends, counts, memory, load.", m.NodeInfo),
         *_layers(layers),
+        _audit(audit),
         Route("GET", "/openapi.json", node.openapi, "This document.", "application/json", public=True),
         Route("GET", "/healthz", node.health, "Is the server up?", api.Health, public=True),
     ]
+
+
+def _audit(a: Audit) -> Route:
+    return Route(
+        "GET",
+        "/v1/audit",
+        a.query,
+        "The audit record: who did what to which sandbox, and what misbehaved inside.",
+        AuditPage,
+        query=(
+            Query("after", "integer", "Entries behind this position."),
+            Query("sandbox"),
+            Query("project"),
+            Query("who", about="A token's id or name."),
+            Query("kind", about="action, misbehaviour or record."),
+            Query("what", about="Such as operations.exec; with `.` or `*` at its end the beginning of one."),
+            Query("since", "number", "Unix seconds."),
+            Query("limit", "integer"),
+            Query("format", about="json, or ndjson: one entry a line, and the next position in X-Next."),
+        ),
+    )
 
 
 def _layers(s: Layers) -> list[Route]:
@@ -262,7 +287,15 @@ def _files(f: Files, sockets: Sockets) -> list[Route]:
             api.FileInfo,
             query=(*common, Query("target", "path", required=True), Query("overwrite", "boolean")),
         ),
-        Route("GET", files + "/content", f.read, "A file's bytes.", BYTES, query=(*common, *span)),
+        Route(
+            "GET",
+            files + "/content",
+            f.read,
+            "A file's bytes.",
+            BYTES,
+            query=(*common, *span),
+            quiet=False,
+        ),
         Route(
             "PUT",
             files + "/content",
@@ -273,7 +306,15 @@ def _files(f: Files, sockets: Sockets) -> list[Route]:
             query=write,
             status=(201,),
         ),
-        Route("GET", files + "/tree", f.read_tree, "A directory as a tar archive.", TAR, query=common),
+        Route(
+            "GET",
+            files + "/tree",
+            f.read_tree,
+            "A directory as a tar archive.",
+            TAR,
+            query=common,
+            quiet=False,
+        ),
         Route(
             "PUT",
             files + "/tree",

@@ -45,6 +45,7 @@ class Sandboxes:
 
     async def create(self, r: Request) -> None:
         body = await r.json(_create)
+        r.note(project=body.spec.project, image=body.spec.image)
         r.principal.check(body.spec.project)
         validate(body.spec)
         key = r.header(b"idempotency-key")
@@ -58,6 +59,7 @@ class Sandboxes:
             done.add_done_callback(self._undoing.discard)
             async with WhileConnected(r):
                 info = await asyncio.shield(task)
+            r.note(sandbox=info.id)
             await answer(r, info, 201)
 
     async def _create_anew(self, r: Request, body: api.CreateRequest) -> None:
@@ -66,6 +68,7 @@ class Sandboxes:
         try:
             async with watch:
                 info = await self._place(body, r.principal.id)
+            r.note(sandbox=info.id)
             await answer(r, info, 201)
         except ClientGone:
             if info is not None:
@@ -105,6 +108,7 @@ class Sandboxes:
     async def create_batch(self, r: Request) -> None:
         """One line per sandbox, as it becomes ready or fails."""
         body = await r.json(_batch)
+        r.note(project=body.spec.project, image=body.spec.image, count=body.count, batch=body.name)
         r.principal.check(body.spec.project)
         validate(body.spec)
         one = api.CreateRequest(spec=body.spec, timeout_s=body.timeout_s)

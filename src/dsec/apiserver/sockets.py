@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from dsec.apiserver.access import Access
-from dsec.apiserver.convert import check_user, command_request, operation, watch_event
+from dsec.apiserver.convert import check_user, command_head, command_request, operation, watch_event
 from dsec.apiserver.http import ClientGone, Request, decode, error_body
 from dsec.apiserver.watch import WatchReader
 from dsec.core.errors import DSecError, InvalidArgument, Unauthenticated, Unavailable
@@ -70,6 +70,7 @@ class Sockets:
         body = decode(_request, text)
         if body.op_id not in ("", op_id):
             raise InvalidArgument("the request's op_id is not the path's")
+        r.note(operation=op_id, command=command_head(body))
         if body.stdin:
             raise InvalidArgument("stdin: over attach it comes in binary frames")
         return command_request(body, op_id)

@@ -10,6 +10,7 @@ from typing import Final
 
 from dsec.apiserver.app import ApiServer
 from dsec.apiserver.server import Server
+from dsec.audit.service import AuditService
 from dsec.backends.container.backend import ContainerBackend
 from dsec.core.errors import DSecError
 from dsec.edge.config import EdgeConfig
@@ -51,6 +52,7 @@ class Node:
         self.layers = Resolver(self.store, importer, local=local)
         self._layer_service = LayerService(self.store, importer)
         self.tokens = TokenStore(data / "iam.db")
+        self.audit = AuditService(data / "audit")
         self.container = ContainerBackend(
             data=data, edge_id=edge_id, mount_path=mount_path, prefetch=prefetch
         )
@@ -62,14 +64,16 @@ class Node:
             layers=self.layers,
             config=EdgeConfig(max_sandboxes=max_sandboxes),
             packer=Packer(builder),
+            audit=self.audit.record,
         )
-        self.api = ApiServer(self.bus, self.tokens, edges=[edge_id])
+        self.api = ApiServer(self.bus, self.tokens, edges=[edge_id], audit=self.audit.record)
         self.server: Server | None = None
         self._edge_started = False
         self._noting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         self._layer_service.serve(self.bus)
+        self.audit.start(self.bus)
         self._edge_started = True
         await self.edge.start()
         await self.api.start()
@@ -106,6 +110,7 @@ class Node:
         await self.api.stop()
         if self._edge_started:
             await self.edge.stop(keep=keep)
+        await self.audit.stop()
         await self.bus.close()
         await self.layers.close()
         self.tokens.close()

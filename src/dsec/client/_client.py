@@ -18,6 +18,7 @@ from dsec.client._transport import AiohttpTransport, Transport, TransportError
 from dsec.core.errors import DSecError, InvalidArgument, ProtocolError, from_code
 from dsec.core.ids import edge_of
 from dsec.wire import api
+from dsec.wire.audit import AuditEntry, AuditPage
 from dsec.wire.edge import NodeInfo, SandboxInfo, SandboxPage
 from dsec.wire.layers import LayerInfo, LayerPage, Removed
 
@@ -176,6 +177,36 @@ class DSecClient:
     async def node(self) -> NodeInfo:
         """The node: backends, counts, memory, load."""
         return await self._connection.call(NodeInfo, "GET", "/v1/node")
+
+    async def audit(
+        self,
+        *,
+        after: int = 0,
+        sandbox: str = "",
+        project: str = "",
+        who: str = "",
+        kind: str = "",
+        what: str = "",
+        since: float = 0.0,
+    ) -> AsyncIterator[AuditEntry]:
+        """The audit record from a position on: who did what, and what misbehaved inside.
+
+        kind: action, misbehaviour or record. what: one (`operations.exec`), or with `.` or `*` at its end the
+        beginning of one. since: Unix seconds. Raises PermissionDenied for another project than the token's.
+
+        A project's token sees its project alone.
+        """
+        while True:
+            rest = query(
+                after=after, sandbox=sandbox, project=project, who=who, kind=kind, what=what,
+                since=since, limit=PAGE,
+            )  # fmt: skip
+            page = await self._connection.call(AuditPage, "GET", f"/v1/audit{rest}")
+            for entry in page.entries:
+                yield entry
+            if page.next == after:
+                return
+            after = page.next
 
     # --- layers ---
 

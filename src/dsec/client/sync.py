@@ -21,6 +21,7 @@ from dsec.client._result import CommandFailed, CommandResult, Output
 from dsec.client._stream import Chunk
 from dsec.client._transport import Transport
 from dsec.wire import api
+from dsec.wire.audit import AuditEntry
 from dsec.wire.edge import DEFAULT_OUTPUT_LIMIT, NodeInfo, SandboxInfo, SandboxStats
 from dsec.wire.layers import LayerInfo, Packed
 
@@ -678,6 +679,29 @@ class DSecClient:
     def node(self) -> NodeInfo:
         """The node: backends, counts, memory, load."""
         return self._portal.call(self._inner.node())
+
+    def audit(
+        self,
+        *,
+        after: int = 0,
+        sandbox: str = "",
+        project: str = "",
+        who: str = "",
+        kind: str = "",
+        what: str = "",
+        since: float = 0.0,
+    ) -> Iterator[AuditEntry]:
+        """The audit record from a position on: who did what, and what misbehaved inside.
+
+        kind: action, misbehaviour or record. what: one (`operations.exec`), or with `.` or `*` at its end the
+        beginning of one. since: Unix seconds. Raises PermissionDenied for another project than the token's.
+
+        A project's token sees its project alone."""
+        return self._portal.iterate(
+            self._inner.audit(
+                after=after, sandbox=sandbox, project=project, who=who, kind=kind, what=what, since=since
+            )
+        )
 
     def layers(self, *, prefix: str = "", kind: str = "") -> Iterator[LayerInfo]:
         """Layers that sandboxes can stand on, in the order of their names.

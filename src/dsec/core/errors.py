@@ -12,6 +12,7 @@
     ├── SandboxFailed            KilledFromInside, LaunchFailed, LayerCorrupt, NodeFailed
     ├── Unavailable              AetherLost
     ├── OutcomeUnknown
+    ├── AuditDamaged
     └── Internal
 
 The same `code` crosses HTTP, the Bus and the SDK. `retry` says what a caller may do: `safe` (repeat it as
@@ -269,6 +270,12 @@ class OutcomeUnknown(DSecError):
     code = "outcome_unknown"
     http_status = 500
     retry: ClassVar[Retry] = "unknown"
+
+
+class AuditDamaged(DSecError):
+    """The audit record was changed, or a part of it was taken out."""
+
+    code = "audit_damaged"
 
 
 class Internal(DSecError):

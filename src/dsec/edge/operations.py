@@ -46,13 +46,20 @@ class Operations:
     """Shared by all sandboxes; what belongs to one is in its Sandbox."""
 
     def __init__(
-        self, oplog: OperationLog, spool: Spool, config: EdgeConfig, touched: Callable[[Sandbox], None]
+        self,
+        oplog: OperationLog,
+        spool: Spool,
+        config: EdgeConfig,
+        touched: Callable[[Sandbox], None],
+        noticed: Callable[[Sandbox, Operation], None] = lambda sandbox, operation: None,
     ) -> None:
         self._log = oplog
         self._spool = spool
         self._config = config
         self._touched = touched
         """Told when the last operation of a sandbox has ended."""
+        self._noticed = noticed
+        """Told of each operation that has ended."""
         self._sandbox_of: dict[Operation, Sandbox] = {}
         self._kept: OrderedDict[tuple[str, str], Operation] = OrderedDict()
         self._kept_bytes = 0
@@ -156,6 +163,7 @@ class Operations:
         self._keep(operation)
         if operation.state == "ended" and operation.result is not None:
             sandbox.breaches = 0
+        self._noticed(sandbox, operation)
         self._touched(sandbox)
         return recorded
 

@@ -38,6 +38,7 @@ from dsec.core.specs import SandboxSpec, validate
 from dsec.edge import recovery
 from dsec.edge.aether import Watchdog
 from dsec.edge.attach import Attachment
+from dsec.edge.auditing import Auditing
 from dsec.edge.config import EdgeConfig
 from dsec.edge.lifecycle import LayerResolver, Lifecycle
 from dsec.edge.link import Link
@@ -53,6 +54,7 @@ from dsec.edge.spool import Spool
 from dsec.edge.tasks import Tasks
 from dsec.edge.ttl import TTLs
 from dsec.wire import edge as m
+from dsec.wire.audit import Sink
 from dsec.wire.bus import Bus, Handler, Stream
 from dsec.wire.layers import PackDiff, Packed
 
@@ -78,6 +80,7 @@ class EdgeService:
         layers: LayerResolver,
         config: EdgeConfig,
         packer: LayerPacker | None = None,
+        audit: Sink | None = None,
     ) -> None:
         if not EDGE_ID.match(edge_id):
             raise InvalidArgument(f"edge id {edge_id!r}: 1 to 24 of a-z, 0-9")
@@ -88,6 +91,7 @@ class EdgeService:
         self._data = data
         self._layers = layers
         self._packer = packer
+        self.auditing = Auditing(audit)
         self._fingerprints: dict[str, Fingerprint] = {}
         self.sandboxes: dict[str, Sandbox] = {}
         self.tasks = Tasks()
@@ -114,6 +118,7 @@ class EdgeService:
             Spool(data / "spool", config.spool_per_sandbox),
             config,
             self._touch,
+            self.auditing.operation_ended,
         )
         self.node = NodeProbe(config)
         self.link = Link(self.operations, self.watchdog, self.tasks, config)
@@ -223,6 +228,7 @@ class EdgeService:
         self._share = self._share.minus(share_of(sandbox.record.spec))
         if sandbox.state is State.FAILED:
             self._failed += 1
+        self.auditing.ended(sandbox)
         self.retention.keep(sandbox)
 
     def _forget(self, sandbox: Sandbox) -> None:
@@ -293,6 +299,7 @@ class EdgeService:
         sandbox = self.adopt(record, SandboxMachine())
         sandbox.secrets = spec.secrets or None
         self._created += 1
+        self.auditing.created(sandbox)
         self.lifecycle.feed(sandbox, sm.Created())
         return sandbox
 
