@@ -64,7 +64,8 @@ class ApiServer:
             node,
             self._audit,
         )
-        node.document = document(table)
+        self.document = node.document = document(table)
+        """OpenAPI, as JSON."""
         self._router = Router(table)
 
     async def start(self) -> None:
