@@ -86,10 +86,11 @@ def __init__(
     url: str | None = None,
     token: str | None = None,
     *,
+    ca: str | None = None,
     retries: int = RETRIES,
     transport: Transport | None = None,
 ) -> None:
-    self._inner = _client.DSecClient(url, token, retries=retries, transport=transport)
+    self._inner = _client.DSecClient(url, token, ca=ca, retries=retries, transport=transport)
     self._portal_or_none: Portal | None = None
 
 @property

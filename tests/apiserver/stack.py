@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from dsec.apiserver.app import ApiServer
-from dsec.apiserver.server import Server
+from dsec.apiserver.limits import ApiLimits
+from dsec.apiserver.server import Server, Tls
 from dsec.audit.service import AuditService
 from dsec.backends.base import ImageConfig, LayerRef
 from dsec.backends.fake import FakeBackend
@@ -34,7 +35,10 @@ class _Layers:
 class StackServer:
     """`start`, `stop`; `restart` is a server that comes back on the same port, data and host."""
 
-    def __init__(self, data: Path, **config: Any) -> None:
+    def __init__(
+        self, data: Path, *, tls: Tls | None = None, limits: ApiLimits | None = None, **config: Any
+    ) -> None:
+        self.tls, self.limits = tls, limits
         self.data = data
         self.backend = FakeBackend()
         self.config = EdgeConfig(**{"memory_reserve_mb": 0, "launches_at_once": 64, **config})
@@ -56,9 +60,9 @@ class StackServer:
             audit=self.audit.record,
         )
         await self.edge.start()
-        self.api = ApiServer(self.bus, self.tokens, edges=["e1"], audit=self.audit.record)
+        self.api = ApiServer(self.bus, self.tokens, edges=["e1"], audit=self.audit.record, limits=self.limits)
         await self.api.start()
-        self.server = Server(self.api)
+        self.server = Server(self.api, self.tls)
         self.url = await self.server.start("127.0.0.1", port)
 
     def cut(self) -> None:

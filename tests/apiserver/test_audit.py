@@ -59,7 +59,7 @@ async def test_a_flood_of_wrong_tokens_is_counted(server: StackServer) -> None:
     async with aiohttp.ClientSession() as session:
         for _ in range(300):
             async with session.get(server.url + "/v1/node", headers={"Authorization": "Bearer x"}) as got:
-                assert got.status == 401
+                assert got.status in (401, 429)
     async with server.client() as client:
         assert 50 <= len(await record(client, what="auth.refused")) < 250
 

@@ -1,4 +1,4 @@
-"""Raw frames of WebSockets, well-formed and not: none crashes the server, hangs, or leaves anything behind."""
+"""Raw frames of WebSockets, well-formed and not: none crashes the server, hangs, or leaves anything."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from dsec.apiserver.http import (
     answer_error,
 )
 from dsec.apiserver.layers import Layers
+from dsec.apiserver.limits import ApiLimits, Rates
 from dsec.apiserver.node import NodeApi
 from dsec.apiserver.openapi import document
 from dsec.apiserver.operations import Operations
@@ -46,8 +47,16 @@ class ApiServer:
     """Keeps no state of any sandbox: an id names its edge."""
 
     def __init__(
-        self, bus: Bus, tokens: TokenStore, *, edges: Sequence[str], audit: Sink | None = None
+        self,
+        bus: Bus,
+        tokens: TokenStore,
+        *,
+        edges: Sequence[str],
+        audit: Sink | None = None,
+        limits: ApiLimits | None = None,
     ) -> None:
+        self.limits = limits or ApiLimits()
+        self._rates = Rates(self.limits)
         self._tokens = tokens
         self._placement = Placement(bus, edges)
         access = Access(bus, self._placement)
@@ -158,11 +167,7 @@ class ApiServer:
         """Raises Unauthenticated before anything is said about the path."""
         route, params, methods = self._router.find(method, r.scope["path"])
         if route is None or not route.public:
-            try:
-                r.principal = self._principal(r)
-            except Unauthenticated as e:
-                self._audit.refused(r, e.message)
-                raise
+            r.principal = self._known(r)
         if route is None:
             if methods:
                 raise MethodNotAllowed(f"{method} is not for this path: {', '.join(methods)}")
@@ -173,6 +178,19 @@ class ApiServer:
                     raise InvalidArgument(f"no such query parameter: {name[:80]!r}")
         r.params = params
         return route
+
+    def _known(self, r: Request) -> Principal:
+        """Raises Unauthenticated, and TooManyRequests."""
+        client = r.scope.get("client")
+        address = client[0] if client else ""
+        try:
+            principal = self._principal(r)
+        except Unauthenticated as e:
+            self._rates.stranger(address)  # who has a good token behind the same address is not held off
+            self._audit.refused(r, e.message)
+            raise
+        self._rates.request(principal.id)
+        return principal
 
     def _principal(self, r: Request) -> Principal:
         header = r.header(b"authorization")

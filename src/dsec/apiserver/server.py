@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
+from pathlib import Path
 from typing import Any, Final
 
 import httptools
+import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from dsec.apiserver.app import ApiServer
+from dsec.core.errors import InvalidArgument
 
 log = logging.getLogger(__name__)
 HEADERS_S: Final = 30.0
@@ -55,6 +59,9 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > self.config.app.limits.max_connections:  # type: ignore[union-attr]
+            transport.abort()
+            return
         transport.set_write_buffer_limits(high=HIGH_WATER, low=HIGH_WATER // 4)
         self._late = self.loop.call_later(HEADERS_S, self._too_late)
 
@@ -113,10 +120,32 @@ class Protocol(HttpToolsProtocol):
         cycle.message_event.set()
 
 
+class Tls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Files in PEM. With `client_ca` a client must show a certificate that it has signed."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None = None
+
+    def context(self) -> ssl.SSLContext:
+        """Raises InvalidArgument for files that are not there or do not fit."""
+        made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        made.minimum_version = ssl.TLSVersion.TLSv1_2
+        made.set_alpn_protocols(["http/1.1"])
+        try:
+            made.load_cert_chain(self.certificate, self.key)
+            if self.client_ca:
+                made.load_verify_locations(self.client_ca)
+                made.verify_mode = ssl.CERT_REQUIRED
+        except (OSError, ssl.SSLError) as e:
+            raise InvalidArgument(f"TLS with {self.certificate} and {self.key}: {e}") from e
+        return made
+
+
 class Server:
     """`url = await start(host, port)`, `await stop()`. Port 0 takes a free one."""
 
-    def __init__(self, app: ApiServer) -> None:
+    def __init__(self, app: ApiServer, tls: Tls | None = None) -> None:
         # Its own messages are of clients that go away and answers that are cut: the app logs what matters.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self._config = uvicorn.Config(
@@ -140,17 +169,19 @@ class Server:
             proxy_headers=False,
         )
         self._server = uvicorn.Server(self._config)
+        self._tls = tls.context() if tls else None
         self._socket: socket.socket | None = None
 
     async def start(self, host: str, port: int) -> str:
         """The URL where it can be reached. Raises OSError when it cannot listen there."""
         self._socket = _listen(host, port)
         self._config.load()
+        self._config.ssl = self._tls
         self._server.lifespan = self._config.lifespan_class(self._config)
         await self._server.startup(sockets=[self._socket])
         bound = self._socket.getsockname()
         shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
-        return f"http://{shown}:{bound[1]}"
+        return f"{'https' if self._tls else 'http'}://{shown}:{bound[1]}"
 
     async def stop(self) -> None:
         """Answers under way may end; after a while they are cut."""

@@ -19,10 +19,11 @@ def with_client(body: Callable[..., Coroutine[Any, Any, int | None]]) -> Callabl
 
     @click.option("--url", envvar="DSEC_URL", help="Server; default DSEC_URL.")
     @click.option("--token", envvar="DSEC_TOKEN", help="Bearer token; default DSEC_TOKEN.")
+    @click.option("--ca", envvar="DSEC_CA", help="Certificates to trust for https; default DSEC_CA.")
     @wraps(body)
-    def command(*args: Any, url: str | None, token: str | None, **kwargs: Any) -> None:
+    def command(*args: Any, url: str | None, token: str | None, ca: str | None, **kwargs: Any) -> None:
         async def go() -> int | None:
-            async with DSecClient(url=url, token=token) as client:
+            async with DSecClient(url=url, token=token, ca=ca) as client:
                 return await body(client, *args, **kwargs)
 
         if status := asyncio.run(go()):

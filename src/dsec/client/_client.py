@@ -32,7 +32,7 @@ _line = msgspec.json.Decoder(api.BatchLine)
 
 class DSecClient:
     """`await open()` … `await close()`, or `async with`. Server and token by argument or DSEC_URL and
-    DSEC_TOKEN.
+    DSEC_TOKEN; `ca` or DSEC_CA: a file of certificates to trust for https, instead of the system's.
 
     `retries`: how often a request is repeated on a broken connection. That is safe: each carries an id by
     which the server sees a repeat, so that nothing runs twice.
@@ -43,6 +43,7 @@ class DSecClient:
         url: str | None = None,
         token: str | None = None,
         *,
+        ca: str | None = None,
         retries: int = RETRIES,
         transport: Transport | None = None,
     ) -> None:
@@ -50,6 +51,7 @@ class DSecClient:
         if not self.url.startswith(("http://", "https://")):
             raise InvalidArgument(f"DSEC_URL {self.url!r}: http://HOST:PORT")
         self._token = token if token is not None else os.environ.get("DSEC_TOKEN", "")
+        self._ca = ca if ca is not None else os.environ.get("DSEC_CA", "")
         self._retries = retries
         self._transport = transport
         self._open: Connection | None = None
@@ -57,7 +59,7 @@ class DSecClient:
     async def open(self) -> DSecClient:
         """Make the connection pool. The server is first spoken to at the first request."""
         if self._open is None:
-            transport = self._transport or AiohttpTransport(self.url)
+            transport = self._transport or AiohttpTransport(self.url, self._ca)
             self._open = Connection(transport, self._token, self._retries)
         return self
 

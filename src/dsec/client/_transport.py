@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import resource
+import ssl
 from collections.abc import AsyncIterable, AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Final, Protocol
@@ -12,6 +13,8 @@ from typing import Any, Final, Protocol
 import aiohttp
 import msgspec
 from yarl import URL
+
+from dsec.core.errors import InvalidArgument
 
 Body = bytes | AsyncIterable[bytes] | None
 CONNECT_S: Final = 10.0
@@ -70,12 +73,17 @@ class Transport(Protocol):
 class AiohttpTransport:
     """One connection pool. Made inside a running loop."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, ca: str = "") -> None:
+        """ca: a file of certificates to trust instead of the system's; empty: the system's."""
         self._base = url.rstrip("/")
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = MAX_CONNECTIONS if soft < 0 else max(64, min(MAX_CONNECTIONS, soft - 128))
         connector = aiohttp.TCPConnector(
-            limit=limit, keepalive_timeout=KEEP_ALIVE_S, ttl_dns_cache=300, enable_cleanup_closed=False
+            ssl=_trusting(ca) if ca else True,
+            limit=limit,
+            keepalive_timeout=KEEP_ALIVE_S,
+            ttl_dns_cache=300,
+            enable_cleanup_closed=False,
         )
         self._session = aiohttp.ClientSession(
             connector=connector,
@@ -168,6 +176,14 @@ class _AiohttpSocket:
 
     async def close(self) -> None:
         await asyncio.shield(self._ws.close())
+
+
+def _trusting(ca: str) -> ssl.SSLContext:
+    """Raises InvalidArgument."""
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except (OSError, ssl.SSLError) as e:
+        raise InvalidArgument(f"DSEC_CA {ca!r}: {e}") from e
 
 
 def _failed(e: BaseException) -> TransportError:

@@ -578,7 +578,7 @@ class Sandbox:
 
 class DSecClient:
     """`await open()` … `await close()`, or `async with`. Server and token by argument or DSEC_URL and
-    DSEC_TOKEN.
+    DSEC_TOKEN; `ca` or DSEC_CA: a file of certificates to trust for https, instead of the system's.
 
     `retries`: how often a request is repeated on a broken connection. That is safe: each carries an id by
     which the server sees a repeat, so that nothing runs twice."""
@@ -588,10 +588,11 @@ class DSecClient:
         url: str | None = None,
         token: str | None = None,
         *,
+        ca: str | None = None,
         retries: int = RETRIES,
         transport: Transport | None = None,
     ) -> None:
-        self._inner = _client.DSecClient(url, token, retries=retries, transport=transport)
+        self._inner = _client.DSecClient(url, token, ca=ca, retries=retries, transport=transport)
         self._portal_or_none: Portal | None = None
 
     @property
