@@ -23,7 +23,7 @@ class ApiLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     requests_per_second: float = 5_000.0
     """Of one token. A burst of four seconds' worth is let through. 0: no limit."""
     refusals_per_second: float = 20.0
-    """Requests with a wrong token from one address; past it the answer is 429, and in no record. 0: no limit."""
+    """Requests with a wrong token from one address; past it 429, and no record. 0: no limit."""
 
 
 class Bucket:
