@@ -12,6 +12,7 @@
 #include <sys/socket.h>
 #include <sys/wait.h>
 
+enum { PAIR = -1 }; /* as owner, with no descriptor: not an aether, a pair of namespaces is asked for */
 enum { CONTROL = 3, NAMESPACES = CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS };
 
 struct spawn {
@@ -20,22 +21,22 @@ struct spawn {
     int n_fds;
 };
 
-static void send_message(const struct buf *b, int fd)
+static void send_message(const struct buf *b, const int *fds, size_t n_fds)
 {
     struct iovec iov = { b->p, b->len };
     union {
-        char raw[CMSG_SPACE(sizeof(int))];
+        char raw[CMSG_SPACE(2 * sizeof(int))];
         struct cmsghdr align;
     } space = { 0 };
     struct msghdr msg = { .msg_iov = &iov, .msg_iovlen = 1 };
-    if (fd >= 0) {
+    if (n_fds) {
         msg.msg_control = space.raw;
-        msg.msg_controllen = sizeof space.raw;
+        msg.msg_controllen = CMSG_SPACE(n_fds * sizeof *fds);
         struct cmsghdr *c = CMSG_FIRSTHDR(&msg);
         c->cmsg_level = SOL_SOCKET;
         c->cmsg_type = SCM_RIGHTS;
-        c->cmsg_len = CMSG_LEN(sizeof fd);
-        memcpy(CMSG_DATA(c), &fd, sizeof fd);
+        c->cmsg_len = CMSG_LEN(n_fds * sizeof *fds);
+        memcpy(CMSG_DATA(c), fds, n_fds * sizeof *fds);
     }
     while (sendmsg(CONTROL, &msg, MSG_NOSIGNAL) < 0)
         if (errno != EINTR)
@@ -50,7 +51,18 @@ static void answer(int64_t sequence, int pid, int error, int pidfd)
     mp_int(&b, sequence);
     mp_int(&b, pid);
     mp_int(&b, error);
-    send_message(&b, pidfd);
+    send_message(&b, &pidfd, pidfd >= 0);
+    buf_free(&b);
+}
+
+static void answer_pair(int64_t sequence, int error, const int fds[2])
+{
+    struct buf b = { 0 };
+    mp_array(&b, 3);
+    mp_str(&b, "paired");
+    mp_int(&b, sequence);
+    mp_int(&b, error);
+    send_message(&b, fds, error ? 0 : 2);
     buf_free(&b);
 }
 
@@ -78,7 +90,8 @@ static int receive(struct spawn *s)
     uint32_t fields = mp_read_array(&m);
     s->sequence = mp_read_int(&m);
     s->owner = mp_read_int(&m);
-    return fields < 2 || m.bad || (s->n_fds != 1 && s->n_fds != 3) ? -1 : 1;
+    bool known = s->n_fds == 1 || s->n_fds == 3 || (s->n_fds == 0 && s->owner == PAIR);
+    return fields < 2 || m.bad || !known ? -1 : 1;
 }
 
 /* Raw calls: they change this thread alone and never capabilities (SECBIT_NO_SETUID_FIXUP). */
@@ -112,7 +125,7 @@ static long clone_aether(uint64_t flags, int *pidfd)
 static long spawn_in_pair(const struct spawn *s, int *pidfd)
 {
     int report[2];
-    if (pipe2(report, O_CLOEXEC))
+    if (pipe2(report, O_CLOEXEC | O_NONBLOCK))
         return -1;
     struct k_clone_args args = { .flags = CLONE_FILES, .exit_signal = SIGCHLD };
     long middle = syscall(SYS_clone3, &args, sizeof args);
@@ -133,13 +146,14 @@ static long spawn_in_pair(const struct spawn *s, int *pidfd)
         _exit(0);
     }
     long result[2] = { -1, errno };
-    close(report[1]);
+    /* The child shares our descriptors: its end of the pipe is closed when it has ended, not before. */
     if (middle > 0) {
-        if (read(report[0], result, sizeof result) != sizeof result)
-            result[0] = -1;
         waitpid((pid_t)middle, NULL, 0);
+        if (read(report[0], result, sizeof result) != sizeof result)
+            result[0] = -1, result[1] = EIO;
     }
     close(report[0]);
+    close(report[1]);
     if (result[0] > 0)
         *pidfd = (int)result[1];
     else
@@ -162,6 +176,39 @@ static void spawn(const struct spawn *s)
         close(pidfd);
 }
 
+/* A user namespace without ids yet, and a network namespace that it owns. A child is born in both and ends at
+ * once: it opens them by descriptors that are the launcher's too. */
+static void pair(const struct spawn *s)
+{
+    int report[2], result[3] = { -1, -1, 0 };
+    if (pipe2(report, O_CLOEXEC | O_NONBLOCK)) {
+        answer_pair(s->sequence, errno, result);
+        return;
+    }
+    struct k_clone_args args = { .flags = CLONE_FILES | CLONE_NEWUSER | CLONE_NEWNET, .exit_signal = SIGCHLD };
+    long child = syscall(SYS_clone3, &args, sizeof args);
+    if (child == 0) {
+        result[0] = open("/proc/self/ns/user", O_RDONLY | O_CLOEXEC);
+        result[1] = open("/proc/self/ns/net", O_RDONLY | O_CLOEXEC);
+        result[2] = result[0] < 0 || result[1] < 0 ? errno : 0;
+        write_all(report[1], result, sizeof result);
+        _exit(0);
+    }
+    if (child < 0)
+        result[2] = errno;
+    if (child > 0) {
+        waitpid((pid_t)child, NULL, 0);
+        if (read(report[0], result, sizeof result) != sizeof result)
+            result[2] = EIO;
+    }
+    close(report[0]);
+    close(report[1]);
+    answer_pair(s->sequence, result[2], result);
+    for (int i = 0; i < 2; i++)
+        if (result[i] >= 0)
+            close(result[i]);
+}
+
 static void reap(void)
 {
     int status;
@@ -171,7 +218,7 @@ static void reap(void)
         mp_str(&b, "reaped");
         mp_int(&b, pid);
         mp_int(&b, status);
-        send_message(&b, -1);
+        send_message(&b, NULL, 0);
         buf_free(&b);
     }
 }
@@ -209,7 +256,9 @@ int launcher_main(void)
         int r = receive(&request);
         if (r == 0)
             return 0;
-        if (r > 0)
+        if (r > 0 && request.owner == PAIR)
+            pair(&request);
+        else if (r > 0)
             spawn(&request);
         for (int i = 0; i < request.n_fds; i++)
             close(request.fds[i]);

@@ -452,6 +452,10 @@ class Config(Message, frozen=True):
     """Bring up lo."""
 
 
+PAIR = -1
+"""As `owner_uid`, with no fds: asks for a pair of namespaces, answered by Paired."""
+
+
 class Spawn(Message, frozen=True):
     """To a launcher, over SOCK_SEQPACKET, with fds: [control socket of the new aether] or, to enter a
     prepared pair, [control socket, user namespace, network namespace]. Answered by Spawned, and later Reaped.
@@ -469,6 +473,15 @@ class Spawned(Message, frozen=True):
     """`spawned`."""
     sequence: int
     pid: int
+    errno: int
+
+
+class Paired(Message, frozen=True):
+    """With two fds when `errno` is 0: a user namespace without ids, and a network namespace that it owns."""
+
+    kind: str
+    """`paired`."""
+    sequence: int
     errno: int
 
 

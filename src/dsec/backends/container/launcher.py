@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from dsec.core.errors import LaunchFailed, Unavailable
-from dsec.wire.aether import Reaped, Spawn, Spawned
+from dsec.wire.aether import PAIR, Paired, Reaped, Spawn, Spawned
 
 log = logging.getLogger(__name__)
 CONTROL_FD: Final = 3
@@ -64,7 +64,7 @@ class Launcher:
         on_ended: Callable[[Launcher], None],
     ) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[int, Future[tuple[int, int]]] = {}
+        self._waiting: dict[int, Future[tuple[int, ...]]] = {}
         self._sequence = itertools.count(1)
         self._on_reaped = on_reaped
         self._on_ended = on_ended
@@ -116,7 +116,7 @@ class Launcher:
         while True:
             try:
                 data, ancillary, _, _ = self._socket.recvmsg(
-                    256, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC
+                    256, socket.CMSG_SPACE(8), socket.MSG_CMSG_CLOEXEC
                 )
             except BlockingIOError:
                 return
@@ -136,23 +136,47 @@ class Launcher:
             reaped = msgspec.convert(message, Reaped)
             self._on_reaped(reaped.pid, reaped.status)
             return
+        if message[0] == "paired":
+            paired = msgspec.convert(message, Paired)
+            self._answer(paired.sequence, paired.errno, "clone of a pair of namespaces", fds, tuple(fds))
+            return
         spawned = msgspec.convert(message, Spawned)
-        waiting = self._waiting.pop(spawned.sequence, None)
+        result = (spawned.pid, *fds)
+        self._answer(spawned.sequence, spawned.errno, "clone of a new aether", fds, result)
+
+    def _answer(self, sequence: int, error: int, what: str, fds: list[int], result: tuple[int, ...]) -> None:
+        waiting = self._waiting.pop(sequence, None)
         if waiting is None or waiting.cancelled():
             for fd in fds:  # nobody waits: closing the control socket has ended that aether already
                 os.close(fd)
-        elif spawned.errno:
-            waiting.set_exception(LaunchFailed(f"clone of a new aether: {os.strerror(spawned.errno)}"))
+        elif error:
+            waiting.set_exception(LaunchFailed(f"{what}: {os.strerror(error)}"))
         else:
-            waiting.set_result((spawned.pid, fds[0]))
+            waiting.set_result(result)
 
-    def spawn(self, owner_uid: int, control: socket.socket) -> tuple[int, int]:
-        """A new aether that waits for its CONFIG on `control`: its pid, and a pidfd that the caller owns."""
+    def spawn(
+        self, owner_uid: int, control: socket.socket, pair: tuple[int, int] | None = None
+    ) -> tuple[int, int]:
+        """A new aether that waits for its CONFIG on `control`: its pid, and a pidfd that the caller owns.
+
+        pair: descriptors of a user namespace and of a network namespace that it owns, to enter; without them
+        both are made anew.
+        """
+        pid, pidfd = self._ask(owner_uid, [control.fileno(), *(pair or ())])
+        return pid, pidfd
+
+    def pair(self) -> tuple[int, int]:
+        """A new user namespace, with no ids mapped yet, and a network namespace that it owns: descriptors that
+        the caller owns."""
+        user, net = self._ask(PAIR, [])
+        return user, net
+
+    def _ask(self, owner: int, fds: list[int]) -> tuple[int, ...]:
         sequence = next(self._sequence)
-        answer: Future[tuple[int, int]] = Future()
+        answer: Future[tuple[int, ...]] = Future()
         self._waiting[sequence] = answer
-        message = msgspec.msgpack.encode(Spawn(sequence, owner_uid))
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [control.fileno()]))]
+        message = msgspec.msgpack.encode(Spawn(sequence, owner))
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             with self._lock:
                 self._send(message, rights)
