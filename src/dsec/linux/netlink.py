@@ -124,8 +124,6 @@ def address(index: int, of: Address, prefix: int) -> tuple[int, int, bytes]:
 def route(
     index: int, to: Address | None, prefix: int = 0, via: Address | None = None
 ) -> tuple[int, int, bytes]:
-    index: int, to: Address | None, prefix: int = 0, via: Address | None = None
-) -> tuple[int, int, bytes]:
     """To an address or network by an interface, or by a neighbour on it; `to` None: to everything."""
     near = to or via
     assert near is not None
@@ -160,7 +158,7 @@ class Netlink:
         self._lock = threading.Lock()
 
     def send(self, messages: Sequence[tuple[int, int, bytes]]) -> None:
-        """All of them, in order. Raises OSError of the first that fails; later ones may be done all the same."""
+        """All of them, in order. Raises OSError of the first that fails; later ones may be done too."""
         with self._lock:
             first = self._sequence + 1
             parts = []
