@@ -47,6 +47,10 @@ class Addresses(msgspec.Struct, frozen=True):
     def gateway6(self) -> IPv6Address:
         return self.pool6.network_address + GATEWAY6
 
+    def number(self, index: int) -> int:
+        """Of the router's end of the link."""
+        return ifindex(index)
+
     def address4(self, index: int) -> IPv4Address:
         return self.pool4.network_address + index
 

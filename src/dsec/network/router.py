@@ -172,31 +172,9 @@ class Router:
         assert self.thread
         return self.thread.run(body)
 
-    def listen(self, port: int, kind: socket.SocketKind) -> list[socket.socket]:
-        """For IPv4 and, where there is IPv6, for it; port 0 takes one for both."""
-        return self.run(lambda: self._listen(port, kind))
-
-    def _listen(self, port: int, kind: socket.SocketKind) -> list[socket.socket]:
-        made = []
-        for family, where in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
-            sock = socket.socket(family, kind)
-            try:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                sock.bind((where, port))
-                if kind == socket.SOCK_STREAM:
-                    sock.listen(1024)
-                sock.setblocking(False)
-            except OSError as e:
-                sock.close()
-                if family == socket.AF_INET:
-                    raise
-                log.info("sandboxes have no IPv6: %s", e)
-                continue
-            made.append(sock)
-            port = sock.getsockname()[1]
-        return made
+    def listen(self, port: int, kind: socket.SocketKind, where: list[str]) -> list[socket.socket]:
+        """On these addresses; what is of IPv6 is left out where there is none."""
+        return self.run(lambda: [s for w in where if (s := _bound(w, port, kind)) is not None])
 
     def node_addresses(self) -> list[str]:
         """Of the host and of the router itself."""
@@ -232,6 +210,30 @@ class Router:
             host.close()
         if shutil.which("nft"):
             nft.remove(self.table)
+
+
+def _bound(where: str, port: int, kind: socket.SocketKind) -> socket.socket | None:
+    family = socket.AF_INET6 if ":" in where else socket.AF_INET
+    try:
+        sock = socket.socket(family, kind)
+    except OSError as e:
+        log.info("sandboxes have no IPv6: %s", e)
+        return None
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind((where, port))
+        if kind == socket.SOCK_STREAM:
+            sock.listen(1024)
+        sock.setblocking(False)
+    except OSError as e:
+        sock.close()
+        if family == socket.AF_INET:
+            raise
+        log.info("sandboxes have no IPv6: %s", e)
+        return None
+    return sock
 
 
 def missing() -> str:

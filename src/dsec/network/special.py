@@ -6,7 +6,7 @@ from ipaddress import ip_address, ip_network
 from typing import Final
 
 SPECIAL: Final = (
-    # IANA's special-purpose registries of IPv4 and IPv6.
+    # IANA's special-purpose registries of IPv4 and IPv6, without documentation's networks: nobody is there.
     "0.0.0.0/8",
     "10.0.0.0/8",
     "100.64.0.0/10",
@@ -14,18 +14,14 @@ SPECIAL: Final = (
     "169.254.0.0/16",  # link-local, and the metadata services of clouds
     "172.16.0.0/12",
     "192.0.0.0/24",
-    "192.0.2.0/24",
     "192.168.0.0/16",
     "198.18.0.0/15",
-    "198.51.100.0/24",
-    "203.0.113.0/24",
     "224.0.0.0/3",  # multicast, reserved, broadcast
     "::/96",
     "64:ff9b::/96",  # NAT64: an IPv4 address in disguise
     "64:ff9b:1::/48",
     "100::/64",
     "2001::/23",  # Teredo among them
-    "2001:db8::/32",
     "2002::/16",  # 6to4
     "3fff::/20",
     "5f00::/16",
