@@ -327,7 +327,9 @@ int from_sandbox(struct __sk_buff *skb)
     int why = parse(skb, &p, true);
     __u8 own4[16];
     mapped(own4, s->address4);
-    if (why == NOT_IP || chatter(&p)) {
+    if (chatter(&p))
+        return TC_ACT_SHOT;
+    if (why == NOT_IP) {
         __sync_fetch_and_add(&u->denied, 1);
         return TC_ACT_SHOT;
     }

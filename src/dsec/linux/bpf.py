@@ -85,7 +85,7 @@ def available() -> str:
         _lib()
     except OSError as e:
         return f"libbpf is not there ({e}): install iproute2 or libbpf1"
-    return "" if Path("/proc/sys/net/core/bpf_jit_enable").exists() else "the kernel has no eBPF"
+    return "" if Path("/proc/sys/kernel/unprivileged_bpf_disabled").exists() else "the kernel has no eBPF"
 
 
 def _check(result: int, what: str) -> int:

@@ -43,6 +43,7 @@ table inet dsec {{
   chain input {{
     type filter hook input priority filter; policy drop;
     iif lo accept
+    iifname "{UPLINK}" icmpv6 type {{ nd-neighbor-solicit, nd-neighbor-advert }} accept
     iifname "s*" ct status dnat ct state new {over4} reject with tcp reset
     iifname "s*" ct status dnat ct state new {over6} reject with tcp reset
     iifname "s*" ct status dnat tcp dport {proxy_port} accept

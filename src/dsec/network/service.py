@@ -1,6 +1,6 @@
 """The network of one node's sandboxes, put together: router, pairs, the kernel's filter, the gateway.
 
-Made at the first sandbox with a network (or at the start, where the configuration wants pairs ready), so a node
+Made at the first sandbox with a network (or at the start, where pairs are to be ready), so a node
 without such sandboxes has none of it. Calls block: make them in a thread.
 """
 
@@ -135,7 +135,7 @@ class NodeNetwork:
         self.opened()
 
     def _open(self) -> None:
-        # The proxy's port is not known before the router is there, and its rules name it: it is fixed.
+        found = self.left_by_another_life
         self.router.open(proxy_port=PROXY_PORT)
         self.dataplane = Dataplane(self.addresses)
         try:
@@ -165,7 +165,7 @@ class NodeNetwork:
             self._known = self.gateway.open()
         except BaseException:
             self.dataplane.close()
-            self.router.close(keep=self.left_by_another_life)
+            self.router.close(keep=found)
             raise
 
     def _listeners(self) -> Listeners:

@@ -280,11 +280,10 @@ class Gateway:
 
 def _spawn(listener: socket.socket, log_file: Path) -> subprocess.Popen[bytes]:
     """It outlives this process, and holds nothing of it but the socket on which it is found."""
-    command = [sys.executable, "-m", "dsec.network.gateway"]
-    script = f'exec 3<&{listener.fileno()} {listener.fileno()}<&-; exec "$@"'
+    command = [sys.executable, "-m", "dsec.network.gateway", str(listener.fileno())]
     with log_file.open("wb") as told:
         return subprocess.Popen(
-            ["/bin/sh", "-c", script, "sh", *command],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=told,

@@ -28,8 +28,6 @@ from dsec.network.gateway.resolver import Resolver
 from dsec.network.gateway.state import Table
 
 log = logging.getLogger(__name__)
-CONTROL: Final = 3
-"""The descriptor on which servers connect."""
 NOBODY: Final = 65534
 ALONE_S: Final = 60.0
 """With no server and no sandbox, for so long: it ends."""
@@ -194,14 +192,14 @@ def drop_privileges() -> None:
 
 
 def main() -> None:
-    """`python -m dsec.network.gateway`, with the listening control socket as descriptor 3."""
+    """`python -m dsec.network.gateway FD`: the descriptor of the listening socket on which servers connect."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s gateway %(levelname)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     dns.rdata.load_all_types()  # type: ignore[no-untyped-call]  # before it can read no more files
     bpf.available()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    control = socket.socket(fileno=CONTROL)
+    control = socket.socket(fileno=int(sys.argv[1]))
     control.setblocking(False)
     if os.geteuid() == 0:
         drop_privileges()
