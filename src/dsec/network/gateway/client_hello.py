@@ -10,6 +10,8 @@ HANDSHAKE: Final = 22
 CLIENT_HELLO: Final = 1
 SERVER_NAME: Final = 0
 ENCRYPTED_CLIENT_HELLO: Final = 0xFE0D
+ENCRYPTED_SERVER_NAME: Final = 0xFFCE
+"""Its forerunner, which was never standardised."""
 HOST_NAME: Final = re.compile(
     rb"^(?=.{1,253}\Z)([a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?\.)*[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?\Z"
 )
@@ -80,7 +82,7 @@ def _handshake(data: bytes) -> bytes | None:
             raise HelloRefused("not_tls")
         part = data[at + 5 : at + 5 + size]
         body += part
-        if body[0] != CLIENT_HELLO:
+        if body[:1] not in (b"", bytes([CLIENT_HELLO])):
             raise HelloRefused("not_tls")
         if len(body) >= 4:
             wanted = int.from_bytes(body[1:4], "big")
@@ -107,7 +109,7 @@ def _name(extensions: Reader) -> str:
         if kind in seen:
             raise HelloRefused("malformed")
         seen.add(kind)
-        if kind == ENCRYPTED_CLIENT_HELLO:
+        if kind in (ENCRYPTED_CLIENT_HELLO, ENCRYPTED_SERVER_NAME):
             raise HelloRefused("encrypted_hello")
         if kind == SERVER_NAME:
             name = _host_name(body)

@@ -83,7 +83,7 @@ def _host(headers: list[tuple[bytes, bytes]], target: bytes) -> tuple[str, int]:
         raise HelloRefused("no_name")
     authority = hosts[0].lower()
     if not target.startswith(b"/") and target != b"*":
-        found = re.match(rb"^http://([^/?#@]+)", target.lower())
+        found = re.match(rb"^http://([^/?#]+)", target.lower())
         if not found or found[1] != authority:
             raise HelloRefused("host_mismatch")
     name, colon, port = authority.partition(b":")

@@ -18,7 +18,7 @@ import dns.exception
 
 from dsec.network.gateway import client_hello, http_head
 from dsec.network.gateway.client_hello import HelloRefused
-from dsec.network.gateway.resolver import NameRefused, Resolver
+from dsec.network.gateway.resolver import BACKLOG, NameRefused, Resolver
 from dsec.network.gateway.state import Sandbox, Table, allowed
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,10 @@ SO_ORIGINAL_DST: Final = 80
 HEAD_S: Final = 10.0
 CONNECT_S: Final = 5.0
 IDLE_S: Final = 3600.0
-BUFFER: Final = 256 << 10
+BUFFER: Final = 64 << 10
+"""Each way; a stream holds twice that at most, and one sandbox has hundreds of them."""
+KEEPALIVE_S: Final = 45
+"""Below the time for which the kernel's filter remembers a flow that is silent."""
 ALL_CONNECTIONS: Final = 16_384
 TLS: Final = 443
 ALERT: Final = bytes([21, 3, 3, 0, 2, 2, 112])
@@ -40,11 +43,13 @@ class Proxied:
         self.name = name
         self.port = port
         self._writers = [writer]
+        self.is_cut = False
 
     def add(self, writer: asyncio.StreamWriter) -> None:
         self._writers.append(writer)
 
     def cut(self) -> None:
+        self.is_cut = True
         for writer in self._writers:
             writer.transport.abort()
 
@@ -59,7 +64,7 @@ class Proxy:
 
     async def start(self, listeners: list[socket.socket]) -> None:
         for sock in listeners:
-            await asyncio.start_server(self._accepted, sock=sock, limit=BUFFER)
+            await asyncio.start_server(self._accepted, sock=sock, limit=BUFFER, backlog=BACKLOG)
 
     async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         sandbox = self._table.at(writer.get_extra_info("peername")[0])
@@ -68,6 +73,7 @@ class Proxy:
             writer.transport.abort()
             return
         try:
+            _keep_alive(writer.get_extra_info("socket"))
             await self._serve(sandbox, target, reader, writer)
         except (OSError, asyncio.IncompleteReadError, TimeoutError):
             writer.transport.abort()
@@ -143,6 +149,9 @@ class Proxy:
             return
         far_reader, far_writer = upstream
         connection.add(far_writer)
+        if connection.is_cut:  # while it was connecting
+            connection.cut()
+            return
         try:
             if head is None:
                 far_writer.write(first)
@@ -180,6 +189,13 @@ class Proxy:
             except (OSError, TimeoutError) as e:
                 log.info("%s at %s: %s", connection.name, candidate, e)
         return None
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    """An answer may take minutes: silence must not look like the flow's end."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+        sock.setsockopt(socket.IPPROTO_TCP, option, KEEPALIVE_S)
 
 
 async def _hello(reader: asyncio.StreamReader) -> tuple[str, bytes]:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import dns.asyncresolver
 import dns.edns
@@ -25,7 +25,7 @@ import dns.rrset
 
 from dsec.core.network import NameAllow
 from dsec.network.gateway.state import Sandbox, Table
-from dsec.network.special import is_special
+from dsec.network.gateway.targets import may_be_reached
 
 log = logging.getLogger(__name__)
 TTL_FLOOR_S: Final = 30
@@ -41,7 +41,14 @@ WILD_NAME: Final = 120
 """Longest label and name below a wildcard: names are no way to carry data out."""
 TCP_IDLE_S: Final = 10.0
 TCP_EACH: Final = 8
+TCP_AT_ONCE: Final = 16
+"""Connections of one sandbox."""
 MAX_QUERY: Final = 4096
+BACKLOG: Final = 1024
+MIN_DATAGRAM: Final = 512
+MAX_DATAGRAM: Final = 1232
+"""What fits through everywhere; beyond it the asker comes again by TCP."""
+MAX_ANSWER: Final = 65535
 
 
 class NameRefused(Exception):
@@ -57,6 +64,7 @@ class Resolver:
         self._table = table
         self._asking = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._listening: list[asyncio.BaseTransport | asyncio.Server] = []
         self._upstream = dns.asyncresolver.Resolver(configure=not upstreams)
         if upstreams:
             self._upstream.nameservers = [_nameserver(u) for u in upstreams]
@@ -70,7 +78,7 @@ class Resolver:
         """Addresses and time to live in seconds. kind: A or AAAA. Raises NameRefused, DNSException."""
         answer = await self._upstream.resolve(f"{name}.", kind, raise_on_no_answer=False)
         found = [r.address for r in answer.rrset or ()][:MAX_ADDRESSES]
-        public = [a for a in found if allow.private or not is_special(a)]
+        public = [a for a in found if may_be_reached(a, private=allow.private)]
         if found and not public:
             raise NameRefused("rebinding")
         ttl = answer.rrset.ttl if answer.rrset else TTL_FLOOR_S
@@ -90,7 +98,7 @@ class Resolver:
 
     # --- queries ---
 
-    async def answer(self, wire: bytes, source: str) -> bytes | None:
+    async def answer(self, wire: bytes, source: str, *, datagram: bool) -> bytes | None:
         """An answer to a query, or None for what deserves none."""
         sandbox = self._table.at(source)
         if sandbox is None or len(wire) > MAX_QUERY:
@@ -109,12 +117,12 @@ class Resolver:
         sandbox.asking += 1
         self._asking += 1
         try:
-            return await self._resolved(query, sandbox, name, asked.rdtype)
+            return await self._resolved(query, sandbox, name, asked.rdtype, datagram=datagram)
         finally:
             sandbox.asking -= 1
             self._asking -= 1
 
-    async def _resolved(self, query: Any, sandbox: Sandbox, name: str, kind: int) -> bytes:
+    async def _resolved(self, query: Any, sandbox: Sandbox, name: str, kind: int, *, datagram: bool) -> bytes:
         try:
             allow = self.check(sandbox, name)
             if kind not in (dns.rdatatype.A, dns.rdatatype.AAAA):
@@ -134,22 +142,28 @@ class Resolver:
         response = dns.message.make_response(query, recursion_available=True)
         if found:
             response.answer.append(dns.rrset.from_text(query.question[0].name, ttl, "IN", text, *found))
-        return response.to_wire()
+        most = max(MIN_DATAGRAM, min(query.payload, MAX_DATAGRAM)) if datagram else MAX_ANSWER
+        return response.to_wire(max_size=most, prefer_truncation=True)
 
     # --- sockets ---
 
     async def start(self, udp: list[socket.socket], tcp: list[socket.socket]) -> None:
         loop = asyncio.get_running_loop()
         for sock in udp:
-            await loop.create_datagram_endpoint(lambda: _Datagrams(self), sock=sock)
+            transport, _ = await loop.create_datagram_endpoint(lambda: _Datagrams(self), sock=sock)
+            self._listening.append(transport)
         for sock in tcp:
-            await asyncio.start_server(self._stream, sock=sock)
+            self._listening.append(await asyncio.start_server(self._stream, sock=sock, backlog=BACKLOG))
+
+    def close(self) -> None:
+        for listening in self._listening:
+            listening.close()
 
     def spawn(self, wire: bytes, source: Any, send: Callable[[bytes, Any], None]) -> None:
         async def go() -> None:
-            said = await self.answer(wire, source[0])
+            said = await self.answer(wire, source[0], datagram=True)
             if said is not None:
-                send(said[:4096], source)
+                send(said, source)
 
         task = asyncio.get_running_loop().create_task(go())
         self._tasks.add(task)
@@ -162,12 +176,17 @@ class Resolver:
 
     async def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         source = writer.get_extra_info("peername")[0]
+        sandbox = self._table.at(source)
+        if sandbox is None or sandbox.streams >= TCP_AT_ONCE:
+            writer.transport.abort()
+            return
+        sandbox.streams += 1
         try:
             for _ in range(TCP_EACH):
                 async with asyncio.timeout(TCP_IDLE_S):
                     size = int.from_bytes(await reader.readexactly(2), "big")
                     wire = await reader.readexactly(size)
-                said = await self.answer(wire, source)
+                said = await self.answer(wire, source, datagram=False)
                 if said is None:
                     break
                 writer.write(len(said).to_bytes(2, "big") + said)
@@ -175,6 +194,7 @@ class Resolver:
         except (TimeoutError, OSError, asyncio.IncompleteReadError):
             pass
         finally:
+            sandbox.streams -= 1
             writer.close()
 
 
@@ -183,8 +203,7 @@ class _Datagrams(asyncio.DatagramProtocol):
         self._resolver = resolver
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.DatagramTransport)
-        self._transport = transport
+        self._transport = cast("asyncio.DatagramTransport", transport)  # uvloop's is no subclass of it
 
     def datagram_received(self, data: bytes, addr: Any) -> None:
         self._resolver.spawn(data, addr, self._transport.sendto)

@@ -60,6 +60,8 @@ class Sandbox:
         self.pinned: OrderedDict[str, NameAllow] = OrderedDict()
         self.asking = 0
         """Of its queries, under way."""
+        self.streams = 0
+        """TCP connections to the resolver."""
         self.queries = Bucket(queries, 2 * queries)
         self._new_names = names
         self._names: set[str] = set()
