@@ -54,9 +54,10 @@ from dsec.client._portal import Portal
 from dsec.client._result import CommandFailed, CommandResult, Output
 from dsec.client._stream import Chunk
 from dsec.client._transport import Transport
+from dsec.core.network import NetworkRules
 from dsec.wire import api
 from dsec.wire.audit import AuditEntry
-from dsec.wire.edge import DEFAULT_OUTPUT_LIMIT, NodeInfo, SandboxInfo, SandboxStats
+from dsec.wire.edge import DEFAULT_OUTPUT_LIMIT, EventPage, NodeInfo, SandboxInfo, SandboxStats
 from dsec.wire.layers import LayerInfo, Packed
 
 __all__ = [

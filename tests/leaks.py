@@ -45,9 +45,9 @@ def descendants() -> dict[int, tuple[str, str]]:
 
 
 def _reap_orphans() -> None:
-    """Aethers whose launcher has gone are ours to wait for."""
+    """Aethers whose launcher has gone are ours to wait for, and a gateway whose server was killed."""
     for pid, (name, state) in descendants().items():
-        if state == "Z" and name.startswith("ae"):
+        if state == "Z" and name.startswith(("ae", "dsec-gateway")):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
 

@@ -144,6 +144,7 @@ class Servers:
 
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []
+        self._accepted: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._closing = False
 
@@ -162,7 +163,7 @@ class Servers:
                     sock, _ = listener.accept()
                 except OSError:
                     return
-                self._sockets.append(sock)
+                self._accepted.append(sock)
 
                 def one(sock: socket.socket = sock) -> None:
                     with contextlib.suppress(OSError), sock:
@@ -189,8 +190,17 @@ class Servers:
 
         self._thread(serve)
 
+    def hang_up(self) -> None:
+        """On all connections: the other end of one that was cut does not tell."""
+        for sock in self._accepted:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+        self._accepted.clear()
+
     def close(self) -> None:
         self._closing = True
+        self.hang_up()
         for sock in self._sockets:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)

@@ -21,6 +21,7 @@ from dsec.apiserver.http import (
 )
 from dsec.apiserver.layers import Layers
 from dsec.apiserver.limits import ApiLimits, Rates
+from dsec.apiserver.network import Network
 from dsec.apiserver.node import NodeApi
 from dsec.apiserver.openapi import document
 from dsec.apiserver.operations import Operations
@@ -72,6 +73,7 @@ class ApiServer:
             Layers(access),
             node,
             self._audit,
+            Network(access),
         )
         self.document = node.document = document(table)
         """OpenAPI, as JSON."""

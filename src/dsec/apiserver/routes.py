@@ -7,6 +7,7 @@ from typing import Final
 from dsec.apiserver.audit import Audit
 from dsec.apiserver.files import Files
 from dsec.apiserver.layers import Layers
+from dsec.apiserver.network import Network
 from dsec.apiserver.node import NodeApi
 from dsec.apiserver.operations import Operations
 from dsec.apiserver.router import Query, Route
@@ -41,6 +42,7 @@ def routes(
     layers: Layers,
     node: NodeApi,
     audit: Audit,
+    network: Network,
 ) -> list[Route]:
     return [
         *_sandboxes(sandboxes),
@@ -48,9 +50,36 @@ def routes(
         *_files(files, sockets),
         Route("GET", "/v1/node", node.node, "The node: backends, counts, memory, load.", m.NodeInfo),
         *_layers(layers),
+        *_network(network),
         _audit(audit),
         Route("GET", "/openapi.json", node.openapi, "This document.", "application/json", public=True),
         Route("GET", "/healthz", node.health, "Is the server up?", api.Health, public=True),
+    ]
+
+
+def _network(n: Network) -> list[Route]:
+    return [
+        Route("GET", BOX + "/network_rules", n.get, "What the sandbox may reach.", m.NetworkInfo),
+        Route(
+            "PUT",
+            BOX + "/network_rules",
+            n.set_rules,
+            "Change what the sandbox may reach; answers when it is in force.",
+            m.NetworkInfo,
+            api.NetworkRulesRequest,
+        ),
+        Route(
+            "GET",
+            BOX + "/events",
+            n.events,
+            "What was seen of the sandbox from outside, such as flows that its rules refused.",
+            m.EventPage,
+            query=(
+                Query("after", "integer", "Events behind this position."),
+                Query("limit", "integer"),
+                Query("wait", "number", "Seconds to wait for the first one."),
+            ),
+        ),
     ]
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from dsec.core.images import ImageConfig as ImageConfig
 from dsec.core.images import LayerRef as LayerRef
+from dsec.core.network import Policy
 from dsec.core.specs import SandboxSpec
 
 
@@ -27,6 +28,10 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     spec: SandboxSpec
     layers: list[LayerRef]
     image: ImageConfig
+    policy: Policy | None = None
+    """What its network_rules come to on this node; None: it has no network."""
+    network_env: dict[str, str] = {}
+    """What allowed services set, below what its owner sets."""
 
 
 class Handle(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,4 +178,33 @@ class Packs(Protocol):
         Thaws whatever happens, and the next life of a killed edge thaws what that left frozen. Of one sandbox
         one at a time. Raises SandboxFailed where it is gone or being destroyed, Unavailable where something
         inside does not stand still, DiskFull, and Unsupported where this host cannot freeze.
+        """
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that a sandbox was not let do."""
+
+    what: str
+    """flow, dns, http, tls or proxy."""
+    reason: str
+    address: str = ""
+    port: int = 0
+    protocol: str = ""
+    name: str = ""
+    inbound: bool = False
+    left_out: int = 0
+    """How many more are in no event."""
+
+
+class Networks(Protocol):
+    """What a backend with the capability `network` can do besides: LaunchSpec.policy, and these."""
+
+    on_seen: Callable[[str, Seen], None]
+    """Set by the edge; called on its loop, with a sandbox's id."""
+
+    async def set_network_rules(self, handle: Handle, policy: Policy, spec: SandboxSpec) -> None:
+        """In force when this returns, for flows that are open as well.
+
+        Also puts the rules of a sandbox of an earlier life in force again, before `reclaim`. Raises
+        InvalidArgument for rules that do not fit, WrongState for a sandbox without a network, Unavailable.
         """

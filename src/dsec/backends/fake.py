@@ -18,9 +18,11 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from dsec.backends.base import Exit, Fingerprint, Handle, LaunchSpec, Stats, WritableSnapshot
+from dsec.backends.base import Exit, Fingerprint, Handle, LaunchSpec, Seen, Stats, WritableSnapshot
 from dsec.backends.fake_aether import FakeAether
 from dsec.core.errors import LaunchFailed, SandboxFailed, Unavailable, from_code
+from dsec.core.network import Policy
+from dsec.core.specs import SandboxSpec
 from dsec.wire.transport import connect
 
 BOOT_ID: Final = "fake"
@@ -50,6 +52,8 @@ class Knobs(msgspec.Struct, kw_only=True):
     """So many stops raise, then they work."""
     destroy_fails: int = 0
     destroy_gate: asyncio.Event | None = None
+    refuse_rules: str = ""
+    """An error code: a change of network rules raises it."""
     connect_fails: bool = False
 
 
@@ -100,7 +104,7 @@ class FakeHost:
 
 class FakeBackend:
     name = "fake"
-    capabilities: frozenset[str] = frozenset({"pack"})
+    capabilities: frozenset[str] = frozenset({"network", "pack"})
 
     def __init__(
         self, host: FakeHost | None = None, *, memory_only: bool = False, knobs: Knobs | None = None
@@ -111,6 +115,9 @@ class FakeBackend:
         self.opened = False
         self.launches = 0
         self._snapshots: set[Path] = set()
+        self.policies: dict[str, Policy] = {}
+        """In force, by sandbox."""
+        self.on_seen: Callable[[str, Seen], None] = lambda sandbox_id, seen: None
 
     async def open(self) -> None:
         self.opened = True
@@ -155,6 +162,9 @@ class FakeBackend:
         self._fail_at("process")
         sandbox.aether.environment = {**spec.image.env, **spec.spec.env, **spec.spec.secrets}
         sandbox.aether.on_exit = lambda code: self.host.kill(sandbox_id, Exit(exit_code=code))
+        if spec.policy is not None:
+            self.policies[sandbox_id] = spec.policy
+            sandbox.aether.environment = {**spec.network_env, **sandbox.aether.environment}
         self._fail_at("socket")
         sock = self._connect(sandbox_id)
         if knobs.die_after_launch:
@@ -169,6 +179,11 @@ class FakeBackend:
             socket_path="",
         )
         return handle, sock
+
+    async def set_network_rules(self, handle: Handle, policy: Policy, spec: SandboxSpec) -> None:
+        if self.knobs.refuse_rules:
+            raise from_code(self.knobs.refuse_rules, "the fake refuses the rules")
+        self.policies[handle.sandbox_id] = policy
 
     def _fail_at(self, stage: str) -> None:
         if self.knobs.fail_stage == stage:
@@ -240,6 +255,7 @@ class FakeBackend:
         if sandbox_id in self.host.sandboxes:
             self.host.kill(sandbox_id, Exit(signal=9))
             self.host.slots.discard(self.host.sandboxes.pop(sandbox_id).slot)
+        self.policies.pop(sandbox_id, None)
 
     async def stats(self, handle: Handle) -> Stats:
         self._alive(handle)

@@ -11,6 +11,7 @@ import click
 from dsec.cli.output import ago, console, print_json, size, table
 from dsec.cli.session import exit_status, pairs, with_client
 from dsec.client import DSecClient, DSecContainerRunArgs, Sandbox
+from dsec.core.network import SERVICE_NAME, NetworkRules, parse_rule
 
 
 def _out(data: bytes) -> None:
@@ -37,6 +38,14 @@ def creation_options(f: Any) -> Any:
             click.option("-w", "--workdir", default=""),
             click.option("-e", "--env", multiple=True, metavar="K=V"),
             click.option("--label", "labels", multiple=True, metavar="K=V"),
+            click.option(
+                "--allow",
+                multiple=True,
+                metavar="RULE",
+                help="What it may reach: pypi, example.org, *.example.org:443, 10.0.0.0/8:5432/tcp; none: "
+                "a network with nothing allowed yet.",
+            ),
+            click.option("--group", default="", help="Sandboxes of one group reach each other."),
             click.option("--task", default=""),
             click.option("--project", default="default"),
         )
@@ -49,7 +58,18 @@ def run_args(image: str, options: dict[str, Any]) -> DSecContainerRunArgs:
     options["env"] = pairs(options["env"], "--env")
     options["labels"] = pairs(options["labels"], "--label")
     options["layers"] = list(options["layers"])
+    options["network_rules"] = rules_of(options.pop("allow"))
     return DSecContainerRunArgs(container_image=image, **options)
+
+
+def rules_of(allow: tuple[str, ...]) -> NetworkRules | None:
+    """Of `--allow` options; without any there is no network."""
+    if not allow:
+        return None
+    words = [word for word in allow if word != "none"]
+    services: NetworkRules = {word: True for word in words if SERVICE_NAME.match(word)}
+    rules = [parse_rule(word) for word in words if word not in services]
+    return {**services, **({"allow": rules} if rules else {})}
 
 
 @click.command(context_settings={"ignore_unknown_options": True})

@@ -23,6 +23,7 @@ COMMANDS = {
     "top": "dsec.cli.top:top",
     "layer": "dsec.cli.layer_images:layer_group",
     "pack": "dsec.cli.pack:pack",
+    "network": "dsec.cli.network:network",
     "audit": "dsec.cli.audit:audit",
     "doctor": "dsec.cli.doctor:doctor",
     "bench": "dsec.cli.bench:bench_command",

@@ -12,6 +12,7 @@ from dsec.apiserver.app import ApiServer
 from dsec.apiserver.server import Server
 from dsec.audit.service import AuditService
 from dsec.backends.container.backend import ContainerBackend
+from dsec.cli.config import ServerConfig
 from dsec.core.errors import DSecError
 from dsec.edge.config import EdgeConfig
 from dsec.edge.service import EdgeService
@@ -40,9 +41,12 @@ class Node:
         mount_path: str,
         prefetch: bool = True,
         store: Path | None = None,
+        config: ServerConfig | None = None,
     ) -> None:
         """store: where layers lie, shared with other nodes perhaps; below `data` when it is not given."""
         self.data = data
+        self.config = config or ServerConfig()
+        network = self.config.network
         self.bus = LocalBus()
         store = store or data / "store"
         self.store = LayerStore(store)
@@ -54,7 +58,7 @@ class Node:
         self.tokens = TokenStore(data / "iam.db")
         self.audit = AuditService(data / "audit")
         self.container = ContainerBackend(
-            data=data, edge_id=edge_id, mount_path=mount_path, prefetch=prefetch
+            data=data, edge_id=edge_id, mount_path=mount_path, prefetch=prefetch, network=network
         )
         self.edge = EdgeService(
             self.bus,
@@ -62,11 +66,15 @@ class Node:
             data=data,
             backends={"container": self.container},
             layers=self.layers,
-            config=EdgeConfig(max_sandboxes=max_sandboxes),
+            config=EdgeConfig(
+                max_sandboxes=max_sandboxes, services=network.services, drop_denied=network.drop
+            ),
             packer=Packer(builder),
             audit=self.audit.record,
         )
-        self.api = ApiServer(self.bus, self.tokens, edges=[edge_id], audit=self.audit.record)
+        self.api = ApiServer(
+            self.bus, self.tokens, edges=[edge_id], audit=self.audit.record, limits=self.config.limits
+        )
         self.server: Server | None = None
         self._edge_started = False
         self._noting: asyncio.Task[None] | None = None
@@ -99,7 +107,7 @@ class Node:
 
     async def listen(self, host: str, port: int) -> str:
         """Serve HTTP; the URL where it can be reached."""
-        self.server = Server(self.api)
+        self.server = Server(self.api, self.config.tls)
         return await self.server.start(host, port)
 
     async def stop(self, *, keep: bool) -> None:

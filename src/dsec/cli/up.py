@@ -45,6 +45,12 @@ DEFAULT_LISTEN = "127.0.0.1:7070"
     "--token-file", type=click.Path(path_type=Path), help="Where the first token is written (mode 0600)."
 )
 @click.option("--ready-file", type=click.Path(path_type=Path), help="Written with the URL once it serves.")
+@click.option(
+    "--config",
+    "config_file",
+    type=click.Path(path_type=Path),
+    help="TOML: [network], [tls], [limits]; docs/network.md.",
+)
 @click.option("--max-sandboxes", type=click.IntRange(1, 100_000), default=10_000, show_default=True)
 @click.option("--keep", is_flag=True, help="Leave sandboxes running at the end, for the next start.")
 @click.option(
@@ -123,8 +129,12 @@ async def serve(
     keep: bool,
     mount_path: str,
     prefetch: bool,
+    config_file: Path | None,
 ) -> None:
+    from dsec.cli.config import read
     from dsec.cli.node import Node
+
+    config = read(config_file)
 
     host, _, port = listen.rpartition(":")
     if not port.isdigit():
@@ -140,6 +150,7 @@ async def serve(
         mount_path=mount_path,
         prefetch=prefetch,
         store=store.resolve() if store else None,
+        config=config,
     )
     try:
         await node.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from dsec.core.network import NetworkRules
 from dsec.core.specs import SandboxSpec
 
 
@@ -32,7 +33,8 @@ class DSecContainerRunArgs(msgspec.Struct, kw_only=True):
     """User of its commands; empty: the image's."""
     workdir: str = ""
     hostname: str = ""
-    network_rules: dict[str, bool] | None = None
+    network_rules: NetworkRules | None = None
+    """Service → allowed or not, and `allow` → rules. None: loopback alone; {}: nothing is allowed yet."""
     project: str = "default"
     task: str = ""
     labels: dict[str, str] = {}

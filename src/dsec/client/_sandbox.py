@@ -14,8 +14,9 @@ from dsec.client._http import Connection, query
 from dsec.client._result import CommandResult
 from dsec.core.errors import DSecError, InvalidArgument
 from dsec.core.ids import new_operation_id
+from dsec.core.network import NetworkRules, rules_from
 from dsec.wire import api
-from dsec.wire.edge import DEFAULT_OUTPUT_LIMIT, SandboxInfo, SandboxStats
+from dsec.wire.edge import DEFAULT_OUTPUT_LIMIT, EventPage, NetworkInfo, SandboxInfo, SandboxStats
 from dsec.wire.layers import Packed
 
 INLINE_STDIN = 1 << 20
@@ -314,6 +315,30 @@ class Sandbox:
         """Its state now."""
         self.info = await self._connection.call(SandboxInfo, "GET", self._target)
         return self.info
+
+    async def network_rules(self) -> NetworkRules | None:
+        """What it may reach; None: loopback alone."""
+        path = f"/v1/sandboxes/{self.id}/network_rules"
+        return (await self._connection.call(NetworkInfo, "GET", path)).rules
+
+    async def set_network_rules(self, rules: NetworkRules | Mapping[str, Any]) -> None:
+        """Replace what it may reach, `{"pypi": True, "allow": [{"domain": "*.example.org"}]}` for instance.
+
+        In force when this returns, for connections that are open as well. Raises InvalidArgument that names
+        the rule, WrongState for a sandbox that was created with network_rules=None.
+        """
+        body = api.NetworkRulesRequest(network_rules=rules_from(rules))
+        path = f"/v1/sandboxes/{self.id}/network_rules"
+        await self._connection.call(NetworkInfo, "PUT", path, body)
+
+    async def events(self, *, after: int = 0, wait: float = 0.0) -> EventPage:
+        """What was seen of it from outside since a position, such as flows that its rules refused.
+
+        wait: seconds to wait for the first one. The page's `next` is the position for the next call; a new
+        life of the server begins anew at 1.
+        """
+        path = f"/v1/sandboxes/{self.id}/events{query(after=after, wait=wait, limit=1000)}"
+        return await self._connection.call(EventPage, "GET", path)
 
     async def stats(self) -> SandboxStats:
         """What it uses. Raises WrongState when it does not run."""

@@ -20,9 +20,10 @@ from dsec.client._portal import Portal
 from dsec.client._result import CommandFailed, CommandResult, Output
 from dsec.client._stream import Chunk
 from dsec.client._transport import Transport
+from dsec.core.network import NetworkRules
 from dsec.wire import api
 from dsec.wire.audit import AuditEntry
-from dsec.wire.edge import DEFAULT_OUTPUT_LIMIT, NodeInfo, SandboxInfo, SandboxStats
+from dsec.wire.edge import DEFAULT_OUTPUT_LIMIT, EventPage, NodeInfo, SandboxInfo, SandboxStats
 from dsec.wire.layers import LayerInfo, Packed
 
 __all__ = [
@@ -530,6 +531,24 @@ class Sandbox:
         """Its state now."""
         result: SandboxInfo = _twin(self._portal, self._portal.call(self._inner.refresh()))
         return result
+
+    def network_rules(self) -> NetworkRules | None:
+        """What it may reach; None: loopback alone."""
+        return self._portal.call(self._inner.network_rules())
+
+    def set_network_rules(self, rules: NetworkRules | Mapping[str, Any]) -> None:
+        """Replace what it may reach, `{"pypi": True, "allow": [{"domain": "*.example.org"}]}` for instance.
+
+        In force when this returns, for connections that are open as well. Raises InvalidArgument that names
+        the rule, WrongState for a sandbox that was created with network_rules=None."""
+        self._portal.call(self._inner.set_network_rules(rules))
+
+    def events(self, *, after: int = 0, wait: float = 0.0) -> EventPage:
+        """What was seen of it from outside since a position, such as flows that its rules refused.
+
+        wait: seconds to wait for the first one. The page's `next` is the position for the next call; a new
+        life of the server begins anew at 1."""
+        return self._portal.call(self._inner.events(after=after, wait=wait))
 
     def stats(self) -> SandboxStats:
         """What it uses. Raises WrongState when it does not run."""

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from dsec.core.errors import InvalidArgument
+from dsec.core.network import NetworkRules, check_rules
 
 MIN_MEMORY_MB: Final = 8
 MAX_MEMORY_MB: Final = 1 << 20
@@ -52,8 +53,8 @@ class SandboxSpec(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     init_user: Short = ""
     workdir: str = ""
     hostname: Short = ""
-    network_rules: dict[str, bool] | None = None
-    """Named services; loopback alone for now."""
+    network_rules: NetworkRules | None = None
+    """What it may reach (core/network.py). None: loopback alone; {}: a network with nothing allowed yet."""
     project: Short = "default"
     task: Short = ""
     labels: dict[str, str] = {}
@@ -95,6 +96,7 @@ def validate(spec: SandboxSpec) -> SandboxSpec:
         not spec.workdir or (spec.workdir.startswith("/") and "\0" not in spec.workdir),
         "workdir: must be absolute",
     )
+    check_rules(spec.network_rules)
     _need(len(spec.workdir) <= 4095, "workdir: too long")
     _need(len(spec.labels) <= MAX_LABELS, f"labels: at most {MAX_LABELS}")
     for k, v in spec.labels.items():

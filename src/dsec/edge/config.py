@@ -6,6 +6,8 @@ import os
 
 import msgspec
 
+from dsec.core.network import Service
+
 
 def _cpus() -> int:
     return os.cpu_count() or 1
@@ -15,6 +17,10 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Times are seconds, sizes bytes unless the name says otherwise."""
 
     max_sandboxes: int = 10_000
+    services: dict[str, Service] = {}
+    """What the names in network_rules mean on this node."""
+    drop_denied: bool = False
+    """Drop what the network's rules deny instead of refusing it."""
     memory_overcommit: float = 512.0
     memory_reserve_mb: int = 256
     pids_overcommit: float = 512.0

@@ -8,11 +8,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from inspect import isawaitable
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import msgspec
 
-from dsec.backends.base import Backend, Handle, ImageConfig, LaunchSpec, LayerRef
+from dsec.backends.base import Backend, Handle, ImageConfig, LaunchSpec, LayerRef, Networks
 from dsec.core import sandbox_state as sm
 from dsec.core.errors import (
     Cancelled,
@@ -22,7 +22,9 @@ from dsec.core.errors import (
     ProtocolError,
     SandboxFailed,
     Unavailable,
+    Unsupported,
 )
+from dsec.core.network import Policy, compile_rules, environment
 from dsec.core.sandbox_state import Action, Failure, State
 from dsec.core.specs import SandboxSpec
 from dsec.edge.aether import AetherConnection, Watchdog
@@ -98,6 +100,22 @@ class Lifecycle:
         if backend is None:
             raise InvalidArgument(f"backend {name!r} is not on this node")
         return backend
+
+    def policy(self, spec: SandboxSpec) -> Policy | None:
+        """What a spec's network_rules come to on this node. Raises InvalidArgument, Unsupported."""
+        if spec.network_rules is None:
+            return None
+        if "network" not in self._backends[spec.backend].capabilities:
+            raise Unsupported(f"network_rules: sandboxes of backend {spec.backend!r} have no network")
+        return compile_rules(spec.network_rules, self._config.services, drop=self._config.drop_denied)
+
+    async def restore_network(self, sandbox: Sandbox) -> None:
+        """The rules of a sandbox of an earlier life, in force again."""
+        record = sandbox.record
+        policy = self.policy(record.spec) if record.handle else None
+        if policy is not None and record.handle is not None:
+            backend = cast("Networks", self.backend(sandbox))
+            await backend.set_network_rules(record.handle, policy, record.spec)
 
     def feed(self, sandbox: Sandbox, event: sm.Event) -> None:
         """One event, and all that follows from it."""
@@ -201,6 +219,8 @@ class Lifecycle:
                     spec=with_secrets(record.spec, sandbox.secrets),
                     layers=list(resolved.layers),
                     image=resolved.config,
+                    policy=self.policy(record.spec),
+                    network_env=environment(record.spec.network_rules, self._config.services),
                 )
             )
             record.handle = handle

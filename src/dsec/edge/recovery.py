@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from dsec.core import sandbox_state as sm
-from dsec.core.errors import OutcomeUnknown
+from dsec.core.errors import DSecError, OutcomeUnknown
 from dsec.core.sandbox_state import Action, SandboxMachine
 from dsec.edge.sandbox import Sandbox
 
@@ -28,6 +28,9 @@ async def recover(edge: EdgeService) -> None:
     ]
     edge.slots.restore({s.record.slot for s in found if not s.machine.gone})
     for sandbox in found:
+        if not sandbox.machine.gone:
+            await _restore_network(edge, sandbox)
+    for sandbox in found:
         _settle(edge, sandbox)
     claimed = frozenset(s.id for s in found if not s.machine.gone)
     for name, backend in edge.backends.items():
@@ -36,6 +39,14 @@ async def recover(edge: EdgeService) -> None:
     for sandbox in found:
         while sandbox.machine.pending is Action.RECOVER:
             await sandbox.changed()
+
+
+async def _restore_network(edge: EdgeService, sandbox: Sandbox) -> None:
+    """Before anything is reclaimed: what no rules are known of is taken down."""
+    try:
+        await edge.lifecycle.restore_network(sandbox)
+    except DSecError as e:
+        log.error("the network of %s is not restored: %s", sandbox.id, e.message)
 
 
 def _settle(edge: EdgeService, sandbox: Sandbox) -> None:

@@ -13,12 +13,12 @@ import os
 import time
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 
 import dsec
-from dsec.backends.base import Backend, Fingerprint
+from dsec.backends.base import Backend, Fingerprint, Networks, Seen
 from dsec.core import sandbox_state as sm
 from dsec.core.admission import Share, admit
 from dsec.core.errors import (
@@ -40,6 +40,7 @@ from dsec.edge.aether import Watchdog
 from dsec.edge.attach import Attachment
 from dsec.edge.auditing import Auditing
 from dsec.edge.config import EdgeConfig
+from dsec.edge.events import Events
 from dsec.edge.lifecycle import LayerResolver, Lifecycle
 from dsec.edge.link import Link
 from dsec.edge.node import NodeProbe, load
@@ -59,9 +60,6 @@ from dsec.wire.bus import Bus, Handler, Stream
 from dsec.wire.layers import PackDiff, Packed
 
 log = logging.getLogger(__name__)
-NETWORK_WARNING: Final = (
-    "network_rules: only loopback exists in a sandbox for now, so nothing of it is allowed yet"
-)
 MAX_PAGE: Final = 1000
 YIELD_EVERY: Final = 2000
 """Sandboxes looked at by a list before others have their turn."""
@@ -92,6 +90,7 @@ class EdgeService:
         self._layers = layers
         self._packer = packer
         self.auditing = Auditing(audit)
+        self.events = Events()
         self._fingerprints: dict[str, Fingerprint] = {}
         self.sandboxes: dict[str, Sandbox] = {}
         self.tasks = Tasks()
@@ -138,6 +137,8 @@ class EdgeService:
         )
         self.packing = Packing(self._packer, self.lifecycle, self.create, self.operate, self.stop_sandbox)
         for name, backend in self.backends.items():
+            if "network" in backend.capabilities:
+                cast("Networks", backend).on_seen = self._seen
             await backend.open()
             self._fingerprints[name] = await backend.fingerprint()
         await recovery.recover(self)
@@ -157,6 +158,9 @@ class EdgeService:
             "input": self.input,
             "resize": self.resize,
             "sandbox_stats": self.sandbox_stats,
+            "network": self.network,
+            "set_network_rules": self.set_network_rules,
+            "events": self.events_of,
             "pack": self.pack,
             "node": self.node_info,
         }
@@ -231,7 +235,17 @@ class EdgeService:
         self.auditing.ended(sandbox)
         self.retention.keep(sandbox)
 
+    def _seen(self, sandbox_id: str, seen: Seen) -> None:
+        """Something that the network's rules refused."""
+        sandbox = self.sandboxes.get(sandbox_id)
+        if sandbox is None:
+            return
+        self.events.seen(sandbox_id, seen)
+        told = {k: v for k, v in msgspec.structs.asdict(seen).items() if v and k != "what"}
+        self.auditing.misbehaved(sandbox, "network_denied", seen=seen.what, **told)
+
     def _forget(self, sandbox: Sandbox) -> None:
+        self.events.forget(sandbox.id)
         self.records.drop(sandbox.id)
         del self.sandboxes[sandbox.id]
         self.lifecycle.counts[sandbox.state.value] -= 1
@@ -285,6 +299,7 @@ class EdgeService:
             raise InvalidArgument(f"backend {spec.backend!r} is not available on this node: {why}")
         if self._draining:
             raise Unavailable("the node takes no more sandboxes: it is draining")
+        self.lifecycle.policy(spec)  # rules that cannot be put in force are refused now
         available = self.node.memory_available_mb()
         admit(self.node.limits, self._share, share_of(spec), memory_available_mb=available)
         record = Record(
@@ -294,7 +309,6 @@ class EdgeService:
             digest=digest,
             principal=msg.principal,
             created_at=time.time(),
-            warnings=[NETWORK_WARNING] if spec.network_rules else [],
         )
         sandbox = self.adopt(record, SandboxMachine())
         sandbox.secrets = spec.secrets or None
@@ -363,6 +377,33 @@ class EdgeService:
             uptime_s=time.time() - (sandbox.record.ready_at or time.time()),
             **msgspec.structs.asdict(stats),
         )
+
+    async def network(self, msg: m.SandboxId) -> m.NetworkInfo:
+        spec = self._find(msg.sandbox_id).record.spec
+        return m.NetworkInfo(sandbox_id=msg.sandbox_id, rules=spec.network_rules)
+
+    async def set_network_rules(self, msg: m.SetNetworkRules) -> m.NetworkInfo:
+        """In the sandbox's record first: a new life of the edge puts the same rules in force."""
+        sandbox = self._find(msg.sandbox_id)
+        record = sandbox.record
+        if sandbox.state not in (State.RUNNING, State.PAUSED) or record.handle is None:
+            raise _not_running(sandbox)
+        if record.spec.network_rules is None:
+            raise WrongState(f"{sandbox.id} has no network: create it with network_rules={{}} or more")
+        spec = validate(msgspec.structs.replace(record.spec, network_rules=msg.rules))
+        policy = self.lifecycle.policy(spec)
+        assert policy is not None
+        record.spec = spec
+        self.records.save(record)
+        backend = cast("Networks", self.lifecycle.backend(sandbox))
+        await backend.set_network_rules(record.handle, policy, spec)
+        return m.NetworkInfo(sandbox_id=sandbox.id, rules=msg.rules)
+
+    async def events_of(self, msg: m.EventsQuery) -> m.EventPage:
+        self._find(msg.sandbox_id)
+        if not 1 <= msg.limit <= MAX_PAGE:
+            raise InvalidArgument(f"limit: {msg.limit} is not in 1..{MAX_PAGE}")
+        return await self.events.query(msg)
 
     async def pack(self, msg: PackDiff) -> Packed:
         return await self.packing.pack(self._find(msg.sandbox_id), msg)

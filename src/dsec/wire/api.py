@@ -13,6 +13,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from dsec.core.network import NetworkRules
 from dsec.core.specs import SandboxSpec
 from dsec.wire.edge import DEFAULT_OUTPUT_LIMIT, MAX_OUTPUT_LIMIT, SandboxInfo
 
@@ -147,6 +148,11 @@ class BatchLine(Answer, kw_only=True, frozen=True):
     index: int
     sandbox: SandboxInfo | None = None
     error: ErrorBody | None = None
+
+
+class NetworkRulesRequest(Body, kw_only=True, frozen=True):
+    network_rules: NetworkRules
+    """Replaces what there was."""
 
 
 class CancelRequest(Body, kw_only=True, frozen=True):

@@ -13,6 +13,9 @@
 | input | InputOperation | OperationInfo |
 | resize | ResizeOperation | OperationInfo |
 | sandbox_stats | SandboxId | SandboxStats |
+| network | SandboxId | NetworkInfo |
+| set_network_rules | SetNetworkRules | NetworkInfo, when they are in force |
+| events | EventsQuery | EventPage |
 | node | NodeQuery | NodeInfo |
 
 Streams: `edge.<edge id>.attach`, opened with AttachOperation, carries AttachFrames both ways.
@@ -24,6 +27,7 @@ from typing import Literal
 
 import msgspec
 
+from dsec.core.network import NetworkRules
 from dsec.core.specs import SandboxSpec
 from dsec.wire import aether
 
@@ -72,6 +76,56 @@ class ListSandboxes(EdgeMessage, frozen=True):
 class StopSandbox(EdgeMessage, frozen=True):
     sandbox_id: str
     reason: str = "requested"
+
+
+class SetNetworkRules(EdgeMessage, frozen=True):
+    sandbox_id: str
+    rules: NetworkRules
+
+
+class NetworkInfo(EdgeMessage, frozen=True):
+    """What a sandbox may reach. `rules` is None where it has no network."""
+
+    sandbox_id: str
+    rules: NetworkRules | None = None
+
+
+class EventsQuery(EdgeMessage, frozen=True):
+    """Events of a sandbox after a position; waits up to `wait_s` for the first."""
+
+    sandbox_id: str
+    after: int = 0
+    limit: int = 100
+    wait_s: float = 0.0
+
+
+class SandboxEvent(EdgeMessage, frozen=True):
+    """Something that was seen of a sandbox from outside."""
+
+    position: int
+    time: float
+    """Unix seconds."""
+    kind: str
+    """`network_denied`."""
+    what: str = ""
+    """flow, dns, http, tls or proxy."""
+    reason: str = ""
+    address: str = ""
+    port: int = 0
+    protocol: str = ""
+    name: str = ""
+    """The domain that was asked for."""
+    inbound: bool = False
+    left_out: int = 0
+    """How many more like it there were: events are limited in rate."""
+
+
+class EventPage(EdgeMessage, frozen=True):
+    events: list[SandboxEvent]
+    next: int = 0
+    """Ask again with `after` of this."""
+    lost: int = 0
+    """Events after `after` that are not kept any more."""
 
 
 class SandboxInfo(EdgeMessage, frozen=True):

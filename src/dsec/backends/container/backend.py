@@ -19,12 +19,13 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from dsec.backends.base import Exit, Fingerprint, Handle, LaunchSpec, Stats, WritableSnapshot
+from dsec.backends.base import Exit, Fingerprint, Handle, LaunchSpec, Seen, Stats, WritableSnapshot
 from dsec.backends.container import policy
 from dsec.backends.container.dev import make_dev, remove_dev
 from dsec.backends.container.ids import id_map, owner_of, root_of
 from dsec.backends.container.launcher import Launcher, agent_binary, sealed_copy
 from dsec.backends.container.layers import LayerMounts, clone
+from dsec.backends.container.networks import INDEX, Networks
 from dsec.backends.container.overlay import ByDescriptor, Overlay, Staged
 from dsec.backends.container.pack import Packer
 from dsec.backends.container.pool import Pool
@@ -41,6 +42,8 @@ from dsec.backends.container.ready import READY_LIMIT_S, await_hello
 from dsec.backends.container.stages import Stages
 from dsec.core.errors import DiskFull, DSecError, LaunchFailed, SandboxFailed, Unavailable, Unsupported
 from dsec.core.images import LayerRef
+from dsec.core.network import Policy
+from dsec.core.specs import SandboxSpec
 from dsec.layers.metadata_cache import MetadataCache
 from dsec.layers.warmth import Warmth
 from dsec.linux.cgroup import Group, Limits, detect
@@ -52,6 +55,7 @@ from dsec.linux.syscalls import (
     MOUNT_ATTR_RDONLY,
     mount_setattr,
 )
+from dsec.network.service import NetworkConfig
 from dsec.wire.aether import HEADER, Type
 
 log = logging.getLogger(__name__)
@@ -70,9 +74,17 @@ class ContainerBackend:
     """`mount_path`: auto, fd or staged (see overlay.py)."""
 
     name = "container"
-    capabilities: frozenset[str] = frozenset({"pack"})
+    capabilities: frozenset[str] = frozenset({"network", "pack"})
 
-    def __init__(self, *, data: Path, edge_id: str, mount_path: str = "auto", prefetch: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        data: Path,
+        edge_id: str,
+        mount_path: str = "auto",
+        prefetch: bool = True,
+        network: NetworkConfig | None = None,
+    ) -> None:
         self.data = data
         self.mount_path = mount_path
         self.run = data / "run"
@@ -81,6 +93,14 @@ class ContainerBackend:
         self.pool = Pool(data)
         self.cgroups = detect(edge_id)
         self.packer = Packer(self.pool, self.cgroups)
+        self.on_seen: Callable[[str, Seen], None] = lambda sandbox_id, seen: None
+        self.networks = Networks(
+            self.run,
+            edge_id,
+            network or NetworkConfig(),
+            make_pair=lambda: self._launcher().pair(),
+            seen=lambda sandbox_id, seen: self.on_seen(sandbox_id, seen),
+        )
         self._packs = asyncio.Semaphore(PACKS_AT_ONCE)
         self._packing: dict[str, asyncio.Lock] = {}
         self.overlay: Overlay | None = None
@@ -104,9 +124,11 @@ class ContainerBackend:
 
     async def open(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self.networks.start(self._loop)
         await self._in_thread(self._open)
         for launcher in self._launchers:
             launcher.attach(self._loop)
+        await self._in_thread(self.networks.open)
 
     def _open(self) -> None:
         if os.geteuid() != 0:
@@ -151,6 +173,7 @@ class ContainerBackend:
 
     async def close(self, *, keep: bool) -> None:
         loop = asyncio.get_running_loop()
+        await self._in_thread(lambda: self.networks.close(keep=keep))
         for launcher in self._launchers:
             launcher.detach(loop)
         self._launchers = []
@@ -194,6 +217,7 @@ class ContainerBackend:
                 "cgroup": f"v{self.cgroups.version}",
                 "disk_limit": self.pool.described,
                 "pack": self.packer.described,
+                "network": self.networks.node.described,
             },
         )
 
@@ -236,16 +260,21 @@ class ContainerBackend:
             raise
 
     def _launch(self, spec: LaunchSpec) -> tuple[Handle, socket.socket, int]:
-        if not self._launchers or self.overlay is None:
+        if self.overlay is None:
             raise Unavailable("the container backend is not open")
         lap = self.stages.clock()
         with contextlib.ExitStack() as stack:
+            pair = self.networks.take(spec)
+            if pair is not None:
+                stack.callback(pair.close)
+            lap("network")
             lowers = self.layers.use(spec.layers, spec.sandbox_id)
             lap("layers")
             group = self._make_group(spec)
             stack.callback(group.close)
             lap("cgroup")
-            writable = self._make_writable(spec)
+            own = self._etc_files(policy.hostname(spec), pair.index if pair else None)
+            writable = self._make_writable(spec, own)
             stack.callback(os.close, writable)
             lap("writable layer")
             ours, theirs = socket.socketpair()
@@ -253,14 +282,16 @@ class ContainerBackend:
             failed.callback(ours.close)
             with failed:
                 with contextlib.closing(theirs):
-                    launcher = self._launchers[next(self._round) % len(self._launchers)]
-                    pid, pidfd = launcher.spawn(owner_of(spec.slot), theirs)
+                    entered = (pair.user, pair.net) if pair else None
+                    pid, pidfd = self._launcher().spawn(owner_of(spec.slot), theirs, entered)
                 failed.callback(os.close, pidfd)
                 failed.callback(end, pidfd, END_LIMIT_S)
                 # Now, while it waits for its CONFIG: it may be gone and reaped at any time after.
                 handle = self._handle(spec.sandbox_id, spec.slot, pid)
                 handle.data[HOSTNAME] = policy.hostname(spec)
                 handle.data[LAYERS] = ",".join(layer.digest for layer in spec.layers)
+                if pair is not None:
+                    handle.data[INDEX] = str(pair.index)
                 lap("clone")
                 userns = self._map_ids(pid, spec.slot)
                 stack.callback(os.close, userns)
@@ -283,11 +314,24 @@ class ContainerBackend:
             spec.sandbox_id, Limits(s.memory_limit_mb << 20, s.pids_limit, s.cpu_cores_limit)
         )
 
-    def _make_writable(self, spec: LaunchSpec) -> int:
+    def _launcher(self) -> Launcher:
+        """One after the other."""
+        if not self._launchers:
+            raise Unavailable("the container backend is not open")
+        return self._launchers[next(self._round) % len(self._launchers)]
+
+    def _etc_files(self, name: str, index: int | None) -> dict[str, str]:
+        if index is None:
+            return policy.etc_files(name)
+        addresses = self.networks.node.addresses
+        own = (addresses.address4(index), addresses.address6(index))
+        return policy.etc_files(name, own, (addresses.gateway4, addresses.gateway6))
+
+    def _make_writable(self, spec: LaunchSpec, own: dict[str, str]) -> int:
         fd = self.pool.create(spec.sandbox_id, spec.spec.disk_limit_mb << 20)
         try:
             os.mkdir("upper/etc", 0o755, dir_fd=fd)
-            for name, text in policy.etc_files(policy.hostname(spec)).items():
+            for name, text in own.items():
                 file = os.open(f"upper/etc/{name}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644, dir_fd=fd)
                 try:
                     os.write(file, text.encode())
@@ -481,6 +525,7 @@ class ContainerBackend:
         problem: Exception | None = None
         parts: tuple[Callable[[], None], ...] = (
             lambda: self._stop(handle),
+            lambda: self.networks.release(handle.sandbox_id),
             lambda: self.packer.forget(handle.sandbox_id),
             lambda: self.cgroups.remove(handle.sandbox_id),
             lambda: self.pool.destroy(handle.sandbox_id),
@@ -511,8 +556,12 @@ class ContainerBackend:
                 if not task.cancelled() and task.exception() is None:
                     await self._in_thread(task.result().close)
                 raise
-        snapshot.platform = policy.etc_files(handle.data.get(HOSTNAME, ""))
+        index = handle.data.get(INDEX)
+        snapshot.platform = self._etc_files(handle.data.get(HOSTNAME, ""), int(index) if index else None)
         return snapshot
+
+    async def set_network_rules(self, handle: Handle, policy: Policy, spec: SandboxSpec) -> None:
+        await self._in_thread(lambda: self.networks.set_rules(handle, policy, spec))
 
     async def stats(self, handle: Handle) -> Stats:
         return await self._in_thread(lambda: self._stats(handle.sandbox_id))
@@ -556,7 +605,7 @@ class ContainerBackend:
             with contextlib.suppress(DSecError):
                 self._destroy(self.half_made(name, 0))
                 told.append(f"sandbox {name}")
-        return told
+        return told + self.networks.node.reclaim()
 
 
 def _unlink(directory: int, name: str) -> None:

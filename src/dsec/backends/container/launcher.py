@@ -166,8 +166,8 @@ class Launcher:
         return pid, pidfd
 
     def pair(self) -> tuple[int, int]:
-        """A new user namespace, with no ids mapped yet, and a network namespace that it owns: descriptors that
-        the caller owns."""
+        """A new user namespace, with no ids mapped yet, and a network namespace that it owns: descriptors
+        that the caller owns."""
         user, net = self._ask(PAIR, [])
         return user, net
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import resource
+from collections.abc import Iterable
 from typing import Final
 
 from dsec.backends.base import LaunchSpec
@@ -74,20 +75,25 @@ def hostname(spec: LaunchSpec) -> str:
     return spec.spec.hostname or spec.sandbox_id.rsplit("-", 1)[-1]
 
 
-def etc_files(name: str) -> dict[str, str]:
+NO_NETWORK: Final = "# this sandbox has no network but loopback\noptions timeout:1 attempts:1\n"
+
+
+def etc_files(name: str, own: Iterable[object] = (), resolvers: Iterable[object] = ()) -> dict[str, str]:
     """Files of /etc that belong to the sandbox, not to its image; they lie in the writable layer.
 
-    name: the sandbox's hostname.
+    name: the sandbox's hostname. own: its addresses, where it has a network; resolvers: those that it asks.
     """
+    named = "".join(f"{address}\t{name}\n" for address in own) or f"127.0.1.1\t{name}\n"
+    servers = "".join(f"nameserver {address}\n" for address in resolvers)
     return {
         "hostname": f"{name}\n",
-        "hosts": f"127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.1.1\t{name}\n",
-        "resolv.conf": "# this sandbox has no network but loopback\noptions timeout:1 attempts:1\n",
+        "hosts": f"127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n{named}",
+        "resolv.conf": f"{servers}options timeout:3 attempts:2\n" if servers else NO_NETWORK,
     }
 
 
 def environment(spec: LaunchSpec) -> dict[str, str]:
-    return {**DEFAULT_ENV, **spec.image.env, **spec.spec.env, **spec.spec.secrets}
+    return {**DEFAULT_ENV, **spec.image.env, **spec.network_env, **spec.spec.env, **spec.spec.secrets}
 
 
 ROOT, LISTEN, DEV, OOM_COUNTER, GROUPS = range(5)

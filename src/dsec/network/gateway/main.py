@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Final
 
 import dns.rdata
@@ -192,9 +193,10 @@ def drop_privileges() -> None:
 
 
 def main() -> None:
-    """`python -m dsec.network.gateway FD`: the descriptor of the listening socket on which servers connect."""
+    """`python -m dsec.network.gateway FD`: descriptor of the socket that listens for servers."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s gateway %(levelname)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Path("/proc/self/comm").write_text("dsec-gateway")
     dns.rdata.load_all_types()  # type: ignore[no-untyped-call]  # before it can read no more files
     bpf.available()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
