@@ -23,6 +23,7 @@ from dsec.network.gateway.state import Table
 
 ZONE = {
     "a.example.org.": ["203.0.113.10"],
+    "twin.example.org.": ["203.0.113.10"],
     "inside.example.org.": ["10.1.2.3"],
     "mixed.example.org.": ["10.1.2.3", "203.0.113.11"],
     "meta.example.org.": ["169.254.169.254"],
@@ -164,6 +165,21 @@ async def test_a_rule_taken_away_takes_its_pins(bench: Bench) -> None:
     bench.rules("many.example.org")
     assert not bench.pins
     assert (await bench.ask("a.example.org")).rcode() == dns.rcode.NXDOMAIN
+
+
+async def test_an_address_that_two_names_share(bench: Bench) -> None:
+    """As behind a CDN: the name that is left keeps it, and neither takes the other's ports away."""
+    bench.rules("a.example.org", "twin.example.org")
+    one = compile_rules(
+        rules_from({"allow": [{"domain": "a.example.org"}, {"domain": "twin.example.org", "ports": [8443]}]}),
+        drop=False,
+    )
+    bench.table.set(SetPolicy(2, 1, "127.0.0.1", "::1", one.names, False))
+    for name in ("a.example.org", "twin.example.org"):
+        await bench.ask(name)
+    assert {s.low for s in bench.pins["203.0.113.10"][1]} == {80, 443, 8443}
+    bench.rules("a.example.org")
+    assert {s.low for s in bench.pins["203.0.113.10"][1]} == {80, 443}
 
 
 async def test_queries_are_limited(bench: Bench) -> None:

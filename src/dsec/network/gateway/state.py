@@ -10,11 +10,13 @@ from typing import Final, Protocol
 
 import msgspec
 
-from dsec.core.network import NameAllow, Policy, Span
+from dsec.core.network import MAX_NAME_SPANS, NameAllow, Policy, Span
 from dsec.network.gateway.protocol import Refused, SetPolicy, policy_of
 
 MAX_PINNED: Final = 1024
 """Addresses of one sandbox; the oldest goes first."""
+GRACE_S: Final = 5.0
+"""A pin outlives its answer: who connects at the last moment is on the way still."""
 EVENTS_BURST: Final = 50.0
 EVENTS_A_SECOND: Final = 20.0
 
@@ -57,7 +59,8 @@ class Sandbox:
         self.addresses = (message.address4, message.address6)
         self.policy: Policy = policy_of(message)
         self.connections: set[Connection] = set()
-        self.pinned: OrderedDict[str, NameAllow] = OrderedDict()
+        self.pinned: OrderedDict[str, dict[NameAllow, float]] = OrderedDict()
+        """By address: the names' entries that lead to it, and until when (monotonic)."""
         self.asking = 0
         """Of its queries, under way."""
         self.streams = 0
@@ -119,9 +122,14 @@ class Table:
                 self._by_address[address] = made
             return
         known.policy = policy_of(message)
-        for address, allow in list(known.pinned.items()):
-            if known.policy.allows_name(allow.pattern) != allow and allow not in known.policy.names:
+        for address, entries in list(known.pinned.items()):
+            gone = [allow for allow in entries if allow not in known.policy.names]
+            for allow in gone:
+                del entries[allow]
+            if not entries:
                 self._unpin(known, address)
+            elif gone:
+                self._tell_kernel(known, address, entries)
         for connection in list(known.connections):
             if allowed(known.policy, connection.name, connection.port) is None:
                 connection.cut()
@@ -140,11 +148,23 @@ class Table:
     def pin(self, sandbox: Sandbox, address: str, allow: NameAllow, seconds: float) -> None:
         if sandbox.index not in self._by_index:
             return  # it went while its query was under way
-        self._pinner.pin(sandbox.index, address, seconds, allow.spans)
-        sandbox.pinned[address] = allow
+        if allow not in sandbox.policy.names:
+            return  # its rule did
+        now = time.monotonic()
+        entries = sandbox.pinned.setdefault(address, {})
+        for past in [a for a, until in entries.items() if until <= now]:
+            del entries[past]
+        entries[allow] = now + seconds + GRACE_S
         sandbox.pinned.move_to_end(address)
+        self._tell_kernel(sandbox, address, entries)
         if len(sandbox.pinned) > MAX_PINNED:
             self._unpin(sandbox, next(iter(sandbox.pinned)))
+
+    def _tell_kernel(self, sandbox: Sandbox, address: str, entries: dict[NameAllow, float]) -> None:
+        """What all names allow there together; of more than fit, the newest."""
+        spans = dict.fromkeys(s for allow in reversed(entries) for s in allow.spans)
+        seconds = max(entries.values()) - time.monotonic()
+        self._pinner.pin(sandbox.index, address, max(seconds, 0.0), list(spans)[:MAX_NAME_SPANS])
 
     def _unpin(self, sandbox: Sandbox, address: str) -> None:
         del sandbox.pinned[address]
