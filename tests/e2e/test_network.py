@@ -1,4 +1,4 @@
-"""Sandboxes with a network, through a whole server that runs on a host of its own, with an Internet behind it."""
+"""Sandboxes with a network: a whole server on a host of its own, with an Internet behind it."""
 
 from __future__ import annotations
 
@@ -213,8 +213,13 @@ def test_groups(on_host: Callable[[Body], None]) -> None:
     on_host(body)
 
 
-def test_a_server_that_was_killed(server: ServerProcess, world: World) -> None:
+def test_a_server_that_was_killed(stocked: Path, tmp_path: Path, world: World) -> None:
     """Rules stay in force while it is dead, and change again once it is back."""
+    config = tmp_path / "dsec.toml"
+    config.write_text(CONFIG)
+    data = tmp_path / "data"
+    data.mkdir(mode=0o700)
+    server = ServerProcess(data, "--config", str(config), "--store", str(stocked / "store"))
 
     async def before() -> str:
         async with DSecClient(url=server.url, token=server.token) as client:
@@ -235,7 +240,11 @@ def test_a_server_that_was_killed(server: ServerProcess, world: World) -> None:
                 assert await reaches(another, "pypi.test.example", 8000)
             await sandbox.stop()
 
-    sandbox_id = world.host.run(lambda: asyncio.run(before()))
-    server.kill()
     world.host.run(server.start)
-    world.host.run(lambda: asyncio.run(after(sandbox_id)))
+    try:
+        sandbox_id = world.host.run(lambda: asyncio.run(before()))
+        server.kill()
+        world.host.run(server.start)
+        world.host.run(lambda: asyncio.run(after(sandbox_id)))
+    finally:
+        server.stop()
