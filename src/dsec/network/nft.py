@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from ipaddress import IPv4Interface, IPv6Interface
+from ipaddress import IPv4Address, IPv4Interface, IPv6Address, IPv6Interface
 from typing import Final
 
 from dsec.core.errors import Unsupported
@@ -15,8 +15,14 @@ UPLINK: Final = "up"
 """The router's end of the way out."""
 
 
-def router_table(*, proxy_port: int, flows: int, drop: bool) -> str:
-    """flows: open at once, of one sandbox and IP version."""
+def router_table(
+    *, gateway4: IPv4Address, gateway6: IPv6Address, proxy_port: int, flows: int, drop: bool
+) -> str:
+    """flows: open at once, of one sandbox and IP version.
+
+    The proxy is reached by dnat: a redirect needs an address on the link that a packet came by, and the links
+    of sandboxes have none.
+    """
     over4 = f"add @flows4 {{ ip saddr ct count over {flows} }}"
     over6 = f"add @flows6 {{ ip6 saddr ct count over {flows} }}"
     no = "drop" if drop else "reject with icmpx admin-prohibited"
@@ -38,7 +44,8 @@ table inet dsec {{
   }}
   chain proxied {{
     type nat hook prerouting priority dstnat; policy accept;
-    meta mark {MARK_PROXY:#x} meta l4proto tcp redirect to :{proxy_port}
+    meta mark {MARK_PROXY:#x} meta l4proto tcp dnat ip to {gateway4}:{proxy_port}
+    meta mark {MARK_PROXY:#x} meta l4proto tcp dnat ip6 to [{gateway6}]:{proxy_port}
   }}
   chain input {{
     type filter hook input priority filter; policy drop;

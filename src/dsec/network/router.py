@@ -79,7 +79,13 @@ class Router:
             self.netlink = self.run(netlink.Netlink)
             self.run(self._sysctls)
             self._uplink(host)
-            table = nft.router_table(proxy_port=proxy_port, flows=self._flows, drop=self._drop)
+            table = nft.router_table(
+                gateway4=self.addresses.gateway4,
+                gateway6=self.addresses.gateway6,
+                proxy_port=proxy_port,
+                flows=self._flows,
+                drop=self._drop,
+            )
             self.run(lambda: nft.load(table))
             nft.load(nft.host_table(self.table, self.link, *self._host_side))
         except OSError as e:
