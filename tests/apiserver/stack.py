@@ -13,10 +13,13 @@ from dsec.backends.base import ImageConfig, LayerRef
 from dsec.backends.fake import FakeBackend
 from dsec.client import DSecClient, DSecContainerRunArgs
 from dsec.core.errors import UnknownLayer
+from dsec.core.network import Service
 from dsec.edge.config import EdgeConfig
 from dsec.edge.service import EdgeService
 from dsec.iam.tokens import TokenStore
 from dsec.wire.local import LocalBus
+
+SERVICES = {"pypi": Service(domains=["pypi.example"], env={"PIP_INDEX_URL": "http://pypi.example"})}
 
 
 class _Stack:
@@ -41,7 +44,9 @@ class StackServer:
         self.tls, self.limits = tls, limits
         self.data = data
         self.backend = FakeBackend()
-        self.config = EdgeConfig(**{"memory_reserve_mb": 0, "launches_at_once": 64, **config})
+        self.config = EdgeConfig(
+            **{"memory_reserve_mb": 0, "launches_at_once": 64, "services": SERVICES, **config}
+        )
         self.tokens = TokenStore(data / "iam.db")
         self.token = self.tokens.create("test")
         self.url = ""

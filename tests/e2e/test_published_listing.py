@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+
 import pytest
+from tests.e2e.server import ServerProcess
+from tests.network.hosts import world
 
 from dsec.client import DSecClient, DSecContainerRunArgs
 
 pytestmark = pytest.mark.kernel
+CONFIG = '[network.services.pypi]\ndomains = ["pypi.example"]\n'
 
 
-async def test_listing(server, monkeypatch):
-    monkeypatch.setenv("DSEC_URL", server.url)
-    monkeypatch.setenv("DSEC_TOKEN", server.token)
+@pytest.mark.skipif(shutil.which("nft") is None, reason="network_rules need nft: install nftables")
+def test_listing(stocked, tmp_path, monkeypatch):
+    """On a host of its own: what its network needs is made there."""
+    config, data = tmp_path / "dsec.toml", tmp_path / "data"
+    config.write_text(CONFIG)
+    data.mkdir(mode=0o700)
+    server = ServerProcess(data, "--config", str(config), "--store", str(stocked / "store"))
+    with world() as made:
+        made.host.run(server.start)
+        try:
+            monkeypatch.setenv("DSEC_URL", server.url)
+            monkeypatch.setenv("DSEC_TOKEN", server.token)
+            made.host.run(lambda: asyncio.run(listing()))
+        finally:
+            server.stop()
 
+
+async def listing():
     client = DSecClient()
     await client.open()
     args = DSecContainerRunArgs(

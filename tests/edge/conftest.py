@@ -13,6 +13,7 @@ from dsec.backends.base import ImageConfig, LayerRef
 from dsec.backends.fake import FakeBackend
 from dsec.core.errors import UnknownLayer
 from dsec.core.ids import new_sandbox_id
+from dsec.core.network import Service
 from dsec.core.specs import SandboxSpec
 from dsec.edge.config import EdgeConfig
 from dsec.edge.service import EdgeService
@@ -34,13 +35,18 @@ class FakeLayers:
         return Stack()
 
 
+SERVICES = {"pypi": Service(domains=["pypi.example"], env={"PIP_INDEX_URL": "http://pypi.example"})}
+
+
 class Node:
     """One edge and its bus; `crash` and `start` again on the same host and data."""
 
     def __init__(self, data: Path, backend: FakeBackend, **config: Any) -> None:
         self.data = data
         self.backend = backend
-        self.config = EdgeConfig(**{"memory_reserve_mb": 0, "launches_at_once": 64, **config})
+        self.config = EdgeConfig(
+            **{"memory_reserve_mb": 0, "launches_at_once": 64, "services": SERVICES, **config}
+        )
         self.bus = LocalBus()
         self.count = 0
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dsec.backends.base import Exit
+from dsec.backends.base import Exit, Seen
 from dsec.core.errors import (
     AdmissionRefused,
     Cancelled,
@@ -26,6 +26,7 @@ from dsec.core.errors import (
     WrongState,
 )
 from dsec.core.ids import new_sandbox_id
+from dsec.core.network import NetworkRule
 from dsec.core.sandbox_state import State
 from dsec.edge.config import EdgeConfig
 from dsec.wire import edge as m
@@ -340,9 +341,50 @@ async def test_secrets_reach_the_sandbox_and_nothing_else(node: Node) -> None:
         assert b"hunter2" not in path.read_bytes()
 
 
-async def test_network_rules_warn(node: Node) -> None:
-    assert (await node.create(network_rules={"internet": True})).warnings
-    assert not (await node.create()).warnings
+async def test_network_rules(node: Node) -> None:
+    """Compiled at creation, changed in the record before they are in force, refused by name."""
+    info = await node.create(network_rules={"pypi": True})
+    assert [n.pattern for n in node.backend.policies[info.id].names] == ["pypi.example"]
+    assert node.backend.host.sandboxes[info.id].aether.environment["PIP_INDEX_URL"] == "http://pypi.example"
+    rules = {"allow": [NetworkRule(cidr="192.0.2.0/24", ports=[80])]}
+    answer = await node.ask("set_network_rules", m.SetNetworkRules(sandbox_id=info.id, rules=rules))
+    assert answer.rules == rules
+    assert [a.network for a in node.backend.policies[info.id].addresses] == ["192.0.2.0/24"]
+    node.backend.knobs.refuse_rules = "unavailable"
+    with pytest.raises(Unavailable):
+        await node.ask("set_network_rules", m.SetNetworkRules(sandbox_id=info.id, rules={}))
+    assert node.edge.sandboxes[info.id].record.spec.network_rules == {}, "a new life puts these in force"
+    for bad in ({"npm": True}, {"nowhere": True}, {"allow": [NetworkRule(cidr="192.0.2.1/24")]}):
+        with pytest.raises(InvalidArgument, match="network_rules"):
+            await node.create(network_rules=bad)
+
+
+async def test_rules_are_in_force_again_after_a_restart(node: Node) -> None:
+    info = await node.create(network_rules={"pypi": True})
+    node.backend.policies.clear()
+    await node.crash()
+    await node.start()
+    assert [n.pattern for n in node.backend.policies[info.id].names] == ["pypi.example"]
+
+
+async def test_without_a_network_there_are_no_rules_to_change(node: Node) -> None:
+    info = await node.create()
+    with pytest.raises(WrongState, match="network_rules"):
+        await node.ask("set_network_rules", m.SetNetworkRules(sandbox_id=info.id, rules={}))
+
+
+async def test_what_was_refused_is_an_event(node: Node) -> None:
+    info = await node.create(network_rules={})
+    ask = m.EventsQuery(sandbox_id=info.id, wait_s=20)
+    waiting = asyncio.create_task(node.ask("events", ask))
+    await asyncio.sleep(0)
+    node.backend.on_seen(info.id, Seen(what="dns", reason="not_allowed", name="evil.example"))
+    page = await waiting
+    assert [(e.position, e.kind, e.name) for e in page.events] == [(1, "network_denied", "evil.example")]
+    for i in range(1500):
+        node.backend.on_seen(info.id, Seen(what="flow", reason="not_allowed", port=i))
+    page = await node.ask("events", m.EventsQuery(sandbox_id=info.id, after=1, limit=10))
+    assert page.lost == 500 and page.events[0].position == 502 and page.next == 511
 
 
 async def test_node_and_stats(node: Node) -> None:

@@ -165,7 +165,8 @@ def frame(net: Net, index: int, **fields: object) -> bytes:
     options = bytes(f["options"])  # type: ignore[call-overload]
     head = struct.pack(
         "!BBHHHBBH4s4s",
-        0x40 | (5 + len(options) // 4), 0, 20 + len(options) + len(udp), 1, f["fragment"], 64, f["protocol"], 0,
+        0x40 | (5 + len(options) // 4), 0, 20 + len(options) + len(udp), 1,
+        f["fragment"], 64, f["protocol"], 0,
         f["source"], f["target"],
     ) + options  # fmt: skip
     head = head[:10] + struct.pack("!H", checksum(head)) + head[12:]
