@@ -52,7 +52,7 @@ void conn_failure(uint32_t channel, const char *code, int error, const char *for
 void conn_flush(void);
 
 /* --- operations (op.c) --- */
-enum op_kind { OP_EXEC, OP_SHELL, OP_WORK };
+enum op_kind { OP_EXEC, OP_SHELL, OP_WORK, OP_DIAL };
 enum reason { R_NONE, R_TIMED_OUT, R_LIMIT, R_KILLED };
 
 /* What a stream produced: bytes [base, base+len) are held; below base the edge has them safe. */
@@ -98,7 +98,10 @@ struct op {
     int exit_code;
     char *cwd;
     struct buf work_result; /* of a worker: one byte of type, then the payload */
-    struct source result_pipe;
+    struct source result_pipe; /* of a dial: the socket that is not connected yet */
+    int port;
+    const char *const *addresses; /* of a dial: those not tried */
+    int read_error;
     struct buf final; /* RESULT or ERROR payload */
 };
 
@@ -176,6 +179,10 @@ void mark_start(struct op *o);
  * after `o` (NULL: everything), and not `spare`. Returns how many were signalled. */
 int kill_tree(pid_t root, const char *marker, const struct op *o, pid_t spare, int sig);
 int64_t oom_kills(void);
+
+/* --- connections to ports inside (dial.c) --- */
+void dial_start(struct op *o, struct mp *m);
+void dial_settle(struct op *o); /* has it ended? */
 
 /* --- workers for files (work.c) --- */
 void work_start(struct op *o, const char *kind, const uint8_t *payload, size_t n);

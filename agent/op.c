@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <sys/epoll.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <time.h>
 
@@ -146,6 +147,8 @@ static int pump_once(struct op *o, int fd, struct output *s)
     }
     if (n < 0 && (errno == EAGAIN || errno == EINTR))
         return 0;
+    if (n < 0)
+        o->read_error = errno;
     return -1; /* end of file, or EIO of a terminal whose last process has gone */
 }
 
@@ -179,7 +182,7 @@ void op_output_done(struct op *o)
         int fd = sources[i]->fd;
         loop_watch(sources[i], 0);
         sources[i]->fd = -1;
-        if (o->kind == OP_WORK || fd < 0)
+        if (o->kind == OP_WORK || o->kind == OP_DIAL || fd < 0)
             fd_close(&fd);
         else
             sink(fd);
@@ -237,6 +240,8 @@ void op_pump(struct op *o)
         pump(o, &o->err, &o->streams[S_STDERR]);
     watch_output(o, &o->out, &o->streams[o->out_stream]);
     watch_output(o, &o->err, &o->streams[S_STDERR]);
+    if (o->kind == OP_DIAL)
+        dial_settle(o);
 }
 
 static void out_ready(struct source *s, uint32_t events)
@@ -255,6 +260,8 @@ static void err_ready(struct source *s, uint32_t events)
 
 static void input_gone(struct op *o)
 {
+    if (o->kind == OP_DIAL && o->in.fd >= 0)
+        shutdown(o->in.fd, SHUT_WR);
     if (o->out.fd != o->in.fd || o->kind != OP_EXEC)
         close_source(&o->in);
     o->input_open = false;
@@ -264,6 +271,8 @@ static void input_gone(struct op *o)
         if (o->channel)
             conn_send_u64(o->channel, F_ACK, S_STDIN, o->input_taken);
     }
+    if (o->kind == OP_DIAL)
+        dial_settle(o);
 }
 
 static bool is_terminal(const struct op *o)
@@ -352,6 +361,7 @@ void op_fail(struct op *o, const char *code, int error, const char *format, ...)
     mp_str(&o->final, text);
     mp_int(&o->final, error);
     o->ended = o->failed = o->exited = true;
+    close_source(&o->result_pipe);
     op_output_done(o);
     input_gone(o);
 }
@@ -545,6 +555,9 @@ void op_start(uint32_t channel, const uint8_t *payload, size_t n)
     } else if (slice_is(tag, "close_session")) {
         if ((o = op_new(id, "close_session", OP_WORK, channel)) != NULL)
             chronus_close_session(o, &m);
+    } else if (slice_is(tag, "dial")) {
+        if ((o = op_new(id, "dial", OP_DIAL, channel)) != NULL)
+            dial_start(o, &m);
     } else if (work) {
         if ((o = op_new(id, work, OP_WORK, channel)) != NULL)
             work_start(o, work, payload, n);
@@ -580,11 +593,13 @@ static void signalled(struct op *o, const struct frame *f)
     o->reason = o->reason == R_NONE ? R_KILLED : o->reason;
     o->signaled = sig;
     o->signaled_alone = !tree;
-    if (o->kind == OP_SHELL)
+    if (o->kind == OP_DIAL)
+        op_fail(o, "cancelled", 0, "the connection was given up");
+    else if (o->kind == OP_SHELL)
         chronus_signal(o, sig, tree);
     else if (o->kind == OP_EXEC && tree)
         kill_tree(root_of(o), o->id, o, 0, sig);
-    else if (!o->exited)
+    else if (!o->exited && o->pid > 0)
         kill(o->pid, sig);
 }
 
@@ -696,7 +711,9 @@ void op_check_deadlines(void)
             continue;
         }
         o->reason = R_TIMED_OUT;
-        if (o->kind == OP_SHELL)
+        if (o->kind == OP_DIAL)
+            op_fail(o, "deadline_exceeded", 0, "port %d inside: no answer to the connection", o->port);
+        else if (o->kind == OP_SHELL)
             chronus_timeout(o);
         else
             kill_tree(o->pid, o->id, o, 0, SIGKILL);

@@ -22,12 +22,14 @@ from dsec.wire.frames import FrameReader, frame, message
 
 Type = w.Type
 _U64: Final = struct.Struct("<Q")
-_request = msgspec.msgpack.Decoder(w.AnyRequest)
+_request = msgspec.msgpack.Decoder(w.AnyRequest | w.Dial)
 _attach = msgspec.msgpack.Decoder(w.Attach)
 _signal = msgspec.msgpack.Decoder(w.Signal)
 _hello = msgspec.msgpack.Decoder(w.Hello)
 CHUNK: Final = 32 << 10
 HOME: Final = "/root"
+ECHO_PORT: Final = 7
+"""The one port where something listens: all that comes goes back."""
 
 
 class Breach(Exception):
@@ -65,7 +67,7 @@ class FakeOperation:
         self.request = request
         self.kind = str(request.__struct_config__.tag)
         self.channel = 0
-        content = self.kind in ("read_file", "get_tree", "watch")
+        content = self.kind in ("read_file", "get_tree", "watch", "dial")
         limit = getattr(request, "output_limit", 1 << 62)
         first = w.Stream.CONTENT if content else w.Stream.STDOUT
         self.streams: dict[int, FakeStream] = {}
@@ -377,6 +379,10 @@ class FakeAether:
         self._bind(channel, operation)
         self.operations[request.op_id] = operation
         operation.channel = channel
+        if isinstance(request, w.Dial) and request.port != ECHO_PORT:
+            operation.streams.clear()
+            operation.fail("port_refused", f"port {request.port} inside: Connection refused")
+            return
         self.say(message(channel, Type.STARTED, w.Started(2, False)))
         from dsec.backends.fake_programs import begin
 

@@ -50,6 +50,11 @@ class _Requests:
             op.done(w.Done(True))
 
     @staticmethod
+    def dial(aether: FakeAether, op: FakeOperation, request: w.Dial) -> None:
+        op.on_input = lambda data: op.out(data, CONTENT)
+        op.on_input_end = lambda: op.done(w.Done(True))
+
+    @staticmethod
     def read_file(aether: FakeAether, op: FakeOperation, request: w.ReadFile) -> None:
         data = _file(aether, op, request.path)
         if data is None:

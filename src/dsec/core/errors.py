@@ -11,6 +11,7 @@
     ├── DeadlineExceeded
     ├── SandboxFailed            KilledFromInside, LaunchFailed, LayerCorrupt, NodeFailed
     ├── Unavailable              AetherLost
+    ├── PortError                PortRefused, PortReset
     ├── OutcomeUnknown
     ├── AuditDamaged
     └── Internal
@@ -262,6 +263,27 @@ class ProtocolError(DSecError):
 
     code = "protocol_error"
     http_status = 502
+
+
+class PortError(DSecError):
+    """A port inside a sandbox, or what answers there."""
+
+    code = "port_error"
+    http_status = 502
+
+
+class PortRefused(PortError):
+    """Nothing listens on the port. It may come to."""
+
+    code = "port_refused"
+    retry: ClassVar[Retry] = "safe"
+
+
+class PortReset(PortError):
+    """The connection was torn from inside, or what came over it is not what was asked for."""
+
+    code = "port_reset"
+    retry: ClassVar[Retry] = "unknown"
 
 
 class OutcomeUnknown(DSecError):

@@ -38,6 +38,8 @@ class EdgeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """First pause before a failed stop or destroy is tried again; doubled up to a minute."""
     max_operations: int = 256
     """Running at once in one sandbox."""
+    max_connections: int = 128
+    """Through the server to ports inside one sandbox, at once."""
     content_limit: int = 64 << 20
     """Bytes of a file or tree that are kept for a caller that does not stream it."""
     inline_limit: int = 16 << 20

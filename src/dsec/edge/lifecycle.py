@@ -149,6 +149,7 @@ class Lifecycle:
         if (connection := sandbox.connection) is not None:
             sandbox.connection = None
             connection.close()
+        sandbox.lose_dials(sandbox.error() or Unavailable(f"the sandbox was stopped: {machine.reason}"))
         if sandbox.running or sandbox.unmatched:
             why = sandbox.error() or OutcomeUnknown(f"the sandbox was stopped: {machine.reason}")
             self._operations.lose_all(sandbox, why)
@@ -239,6 +240,7 @@ class Lifecycle:
         if (connection := sandbox.connection) is not None:
             sandbox.connection = None
             connection.close()
+            sandbox.lose_dials(Unavailable(f"the connection with {sandbox.id} was lost"))
 
     # --- recover ---
 

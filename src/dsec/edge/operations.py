@@ -22,6 +22,7 @@ from dsec.core.errors import (
     OutcomeUnknown,
     PayloadTooLarge,
     TooManyOperations,
+    Unavailable,
     from_code,
 )
 from dsec.core.ids import check_operation_id, check_session_name
@@ -250,10 +251,11 @@ class Operations:
     def disconnected(self, sandbox: Sandbox) -> None:
         for operation in sandbox.running.values():
             operation.lose()
+        sandbox.lose_dials(Unavailable(f"the connection with {sandbox.id} was lost"))
 
     async def reconnected(self, sandbox: Sandbox, connection: AetherConnection) -> None:
         """On a new connection: attach what runs, and let aether forget what is recorded already."""
-        if not sandbox.unmatched and not sandbox.operations_total:
+        if not sandbox.unmatched and not sandbox.operations_total and not sandbox.dials_total:
             return
         known = {k.op_id for k in await connection.list()}
         if sandbox.unmatched:

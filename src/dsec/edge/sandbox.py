@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from dsec.core.errors import BY_CODE, DSecError, Internal, from_code
+from dsec.core.errors import BY_CODE, DSecError, Internal, TooManyOperations, from_code
 from dsec.core.sandbox_state import Failure, SandboxMachine, State
 from dsec.edge.aether import AetherConnection
 from dsec.edge.operation import Operation
@@ -22,6 +22,12 @@ class Watcher(Protocol):
     def event(self, sandbox: Sandbox, event: w.Event) -> None: ...
 
 
+class Hearer(Protocol):
+    """A connection to a port inside."""
+
+    def lost(self, error: DSecError) -> None: ...
+
+
 class Sandbox:
     __slots__ = (
         "_watcher",
@@ -30,6 +36,8 @@ class Sandbox:
         "breaches",
         "connection",
         "creators",
+        "dials",
+        "dials_total",
         "due",
         "ends_at",
         "failures",
@@ -72,6 +80,9 @@ class Sandbox:
         self.creators = 0
         """Callers that wait for its creation."""
         self.operations_total = 0
+        self.dials: set[Hearer] | None = None
+        """Connections to ports inside that aether has not said the end of."""
+        self.dials_total = 0
         self.launch: asyncio.Task[None] | None = None
         self.secrets: dict[str, str] | None = None
         """Only while it is launched; then they are in the sandbox and nowhere else."""
@@ -96,6 +107,25 @@ class Sandbox:
 
     def event(self, event: w.Event) -> None:
         self._watcher.event(self, event)
+
+    # --- connections to ports inside ---
+
+    def dialled(self, dial: Hearer, limit: int) -> None:
+        """Raises TooManyOperations past `limit`."""
+        if self.dials is None:
+            self.dials = set()
+        if len(self.dials) >= limit:
+            raise TooManyOperations(f"{self.id} has {limit} connections to its ports; close some")
+        self.dials.add(dial)
+        self.dials_total += 1
+
+    def hung_up(self, dial: Hearer) -> None:
+        if self.dials is not None:
+            self.dials.discard(dial)
+
+    def lose_dials(self, error: DSecError) -> None:
+        for dial in list(self.dials or ()):
+            dial.lost(error)
 
     # --- waiting ---
 

@@ -40,6 +40,8 @@ from dsec.edge.aether import Watchdog
 from dsec.edge.attach import Attachment
 from dsec.edge.auditing import Auditing
 from dsec.edge.config import EdgeConfig
+from dsec.edge.dial import check as check_dial
+from dsec.edge.dial import dial
 from dsec.edge.events import Events
 from dsec.edge.lifecycle import LayerResolver, Lifecycle
 from dsec.edge.link import Link
@@ -167,6 +169,7 @@ class EdgeService:
         for verb, handler in handlers.items():
             self._bus.serve(prefix + verb, handler)
         self._bus.serve_stream(prefix + "attach", self.attach)
+        self._bus.serve_stream(prefix + "dial", self.dial)
 
     def drain(self) -> None:
         """Admit no more sandboxes; those that are here go on."""
@@ -500,6 +503,20 @@ class EdgeService:
             operation = self.operations.get(sandbox, msg.op_id)
         attachment = Attachment(self.operations, sandbox, operation, stream)
         await attachment.run(msg.stdout_from, msg.stderr_from, msg.stdin_from)
+
+    async def dial(self, msg: m.DialPort, stream: Stream) -> None:
+        """A connection to a port inside, for as long as the caller keeps the stream."""
+        check_dial(msg)
+        sandbox = self._find(msg.sandbox_id)
+        if sandbox.state is not State.RUNNING:
+            raise _not_running(sandbox)
+        sandbox.attached += 1
+        try:
+            connection = await dial(sandbox, msg, self.config.max_connections)
+            await connection.run(stream)
+        finally:
+            sandbox.attached -= 1
+            self._touch(sandbox)
 
 
 def check_size(n: int) -> int:

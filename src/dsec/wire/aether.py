@@ -279,6 +279,18 @@ class GetTree(Request, frozen=True, tag="get_tree"):
     limit_entries: int
 
 
+class Dial(Request, frozen=True, tag="dial"):
+    """A TCP connection to a port inside. STARTED once it stands, or ERROR `port_refused`; then DATA both ways,
+    CONTENT from the port and STDIN to it, each with its EOF. RESULT (Done) when both have ended, ERROR
+    `port_reset` when it was torn. Begun and forgotten by the edge alone: it is in no operation log."""
+
+    address: str
+    """A loopback address; empty: 127.0.0.1, then ::1."""
+    port: int
+    timeout_ms: int
+    """Until it stands; 0: the kernel's own."""
+
+
 AnyRequest = (
     Exec
     | Shell

@@ -19,6 +19,8 @@
 | node | NodeQuery | NodeInfo |
 
 Streams: `edge.<edge id>.attach`, opened with AttachOperation, carries AttachFrames both ways.
+`edge.<edge id>.dial`, opened with DialPort, carries Dialed first and then Output and OutputEnd to the caller,
+Input and InputEnd to the edge; the caller's going away ends the connection.
 """
 
 from __future__ import annotations
@@ -247,8 +249,25 @@ class AttachOperation(EdgeMessage, frozen=True):
     """Not None: this stream also sends input, beginning at this offset."""
 
 
+class DialPort(EdgeMessage, frozen=True):
+    """Opens a connection to a TCP port inside. Raises PortRefused, PortReset, TooManyOperations."""
+
+    sandbox_id: str
+    port: int
+    address: str = ""
+    """A loopback address; empty: 127.0.0.1, then ::1."""
+    wait_s: float = 0.0
+    """For so long a port where nothing listens is tried again."""
+    timeout_s: float = 10.0
+    """For the connection to stand."""
+
+
 class AttachFrame(msgspec.Struct, frozen=True, tag=True, tag_field="t"):
     pass
+
+
+class Dialed(AttachFrame, frozen=True, tag="dialed"):
+    """To the caller, first: the connection stands."""
 
 
 class Output(AttachFrame, frozen=True, tag="out"):
